@@ -5,8 +5,7 @@ from pathlib import Path
 
 import symexplin as sel
 from symexplin.experiments.tables import PANELS, TABLE, load_table
-from symexplin.lab.compare.sweep import content_of
-from symexplin.lab.compare.table import Run, compare
+from symexplin.lab.compare.comparison import Comparison, Run
 from symexplin.lab.files import write_json
 
 __all__ = ["comparison", "panel_folder", "table_folder"]
@@ -15,13 +14,13 @@ STEPS = (0, 25, 50, 75, 100)
 
 
 def panel_folder(folder, variants, loss, lrs=(0.001, 0.01), seeds=(0, 1, 2), curve=None, stats=None, **facts):
-    """Write the comparison.json of runs and return what it holds.
+    """Write the comparison.json of runs and return the comparison.
 
     Args:
         loss: (variant, lr, seed) -> final loss, None for a run that did not stay finite.
         curve: (variant, lr, seed) -> [(step, loss)], instead of one that falls to the final loss.
         stats: (variant, lr, seed) -> figures of the last evaluation, written where a run has them.
-        facts: entries of the file to add or to replace; `maps` has those of curved variants.
+        facts: those of the comparison to add or to replace, or its `unit`, `labels` and `maps` of curved variants.
     """
     runs = []
     for cell in ((variant, lr, seed) for variant in variants for lr in lrs for seed in seeds):
@@ -29,26 +28,27 @@ def panel_folder(folder, variants, loss, lrs=(0.001, 0.01), seeds=(0, 1, 2), cur
         if end is None:
             runs.append(Run(*cell, ((0, 5.0),), 0.0, 0.0, "step 3: loss is nan"))
             continue
-        evals = curve(*cell) if curve else [(step, end + 3.0 * (1 - step / STEPS[-1])) for step in STEPS]
-        runs.append(Run(*cell, tuple(evals), 12.0, 2000.0))
+        points = curve(*cell) if curve else [(step, end + 3.0 * (1 - step / STEPS[-1])) for step in STEPS]
+        runs.append(Run(*cell, tuple(points), 12.0, 2000.0))
+    own = {key: facts.pop(key) for key in ("unit", "labels", "confirm_seeds") if key in facts}
+    maps = dict.fromkeys(variants) | facts.pop("maps", {})
     facts = {
         "corpus": {"train_tokens": 1_234_567, "tokenizer": "byte"},
-        "parameters": 4321,
+        "model": {"parameters": 4321},
         "config": {},
         "provenance": {"commit": None, "processor": "A <fast> one"},
         **facts,
-        "maps": dict.fromkeys(variants) | facts.get("maps", {}),
     }
-    content = content_of(compare(runs, variants[0]), runs, facts)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "comparison.json", content)
-    for run in content["runs"] if stats else ():
-        figures = stats(run["variant"], run["lr"], run["seed"])
-        (folder / run["folder"]).mkdir(parents=True)
-        line = json.dumps({"step": STEPS[-1], "eval_loss": 2.0, "stats": figures})
-        (folder / run["folder"] / "metrics.jsonl").write_text(line + "\n")
-    return content
+    comparison = Comparison(tuple(runs), variants[0], folder=folder, maps=maps, facts=facts, **own)
+    comparison.save(folder)
+    for run in runs if stats else ():
+        place = comparison.folder_of(run)
+        place.mkdir(parents=True)
+        line = json.dumps({"step": STEPS[-1], "eval_loss": 2.0, "stats": stats(run.variant, run.lr, run.seed)})
+        (place / "metrics.jsonl").write_text(line + "\n")
+    return comparison
 
 
 def comparison(folder, seeds=(0,), final=1.5, broken=None, more=None, **facts):
@@ -83,6 +83,6 @@ def table_folder(out, name, loss, scale="mini", missing=(), **changes):
     for panel in table.panels:
         if panel.name not in missing:
             folder = out / PANELS / panel.name
-            panel_folder(folder, list(table.labels), loss, config=panel.config.table(), **changes)
+            panel_folder(folder, list(table.labels), loss, config=panel.config.table(), labels=table.labels, **changes)
             (folder / "report.html").write_text("")
     return out

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from symexplin.config import Scale, SELConfig, auto_beta
-from symexplin.presets import IDENTITY, MISMATCHED, PRESETS, preset
+from symexplin.presets import IDENTITY, PRESETS, preset
 
 
 def test_every_preset_survives_json_and_is_hashable():
@@ -33,7 +33,6 @@ def test_presets_state_the_papers_numbers():
     assert {name: " ".join(preset(name).learned_roles) for name in learned} == learned
     absorbed = preset("absorbed")
     assert (absorbed.curvature, absorbed.normalize) == ("absorbed", True)
-    assert set(MISMATCHED) == {name for name in PRESETS if preset(name).mode == "mismatch"}
 
 
 def test_a_closed_form_needs_an_invertible_mode_and_no_learned_scale():

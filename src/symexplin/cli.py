@@ -273,15 +273,12 @@ def _compare(
       symexplin compare --out runs/mine --variants adamw sel --lrs 1e-3 3e-3 \
         --command "python train.py {variant} --lr {lr} --seed {seed} --out {out}"
     """
-    from symexplin.lab.compare.command import CommandConfig, compare_commands, configured
-    from symexplin.lab.compare.runs import compare_runs
+    from symexplin.lab.compare.kinds import configured, kind_of
+    from symexplin.lab.compare.sweep import compare
 
     program = {} if command is None else {"command": command}
     settings = configured(out, _file(config), program, given, resume=resume)
-    if isinstance(settings, CommandConfig):
-        compare_commands(settings, out, resume=resume, echo=_log)
-    else:
-        compare_runs(settings, out, resume=resume, echo=_log)
+    compare(kind_of(settings), out, resume=resume, echo=_log)
 
 
 def _sample(
@@ -426,14 +423,14 @@ def _demo(given: Table, *, out: str = "runs/demo") -> None:
     """Compare AdamW and SEL on a small model, in minutes, without a download.
 
     The data are the sources of the running Python's standard library. AdamW, SEL's default and the paper's method are
-    trained on them at three learning rates each, in about four minutes on two idle cores. An interrupted demo is
+    trained on them at three learning rates each, in about three minutes on two idle cores. An interrupted demo is
     continued.
 
     Args:
         out: folder for the results
 
     Examples:
-      symexplin demo --seed 10 --variants AdamW SEL SEL-frozen --out runs/other
+      symexplin demo --seed 10 --variants AdamW default frozen --out runs/other
     """
     from symexplin.lab.demo import DemoConfig, run_demo
 

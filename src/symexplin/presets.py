@@ -6,7 +6,7 @@ from typing import Any
 from symexplin.config import BETA_AT_1024, SCALE_ROLES, Scale, SELConfig
 from symexplin.validation import check_choice
 
-__all__ = ["IDENTITY", "MISMATCHED", "PRESETS", "preset"]
+__all__ = ["IDENTITY", "PRESETS", "preset"]
 
 IDENTITY = SELConfig(mode="linear", beta=1.0)  # the map whose raw weights are the weights
 
@@ -30,8 +30,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "exp_only": {**_PAPER, "mode": "exp_only"},
     "structured_linear": {"mode": "linear", "l": _LEARNED["l"]},
 }
-# The presets that the paper trains from a mismatched start (section 4.3).
-MISMATCHED = ("paper", "paper+offset", "fixed_curvature", "absorbed", "frozen")
 
 
 def preset(name: str, /, **overrides: Any) -> SELConfig:

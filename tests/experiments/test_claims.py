@@ -1,10 +1,7 @@
-from pathlib import Path
-
 import pytest
 
 import symexplin as sel
-from symexplin.experiments.claims import VERDICTS, Claim, judge
-from symexplin.experiments.comparison import Evidence
+from symexplin.experiments.claims import VERDICTS, Claim, PanelResult, judge
 from table_folders import panel_folder
 
 DID_NOT, OTHER_SIGN, NO_DIFFERENCE, HELD, SAME_SIGN, UNTESTED = VERDICTS
@@ -16,18 +13,17 @@ def claim(test="below", variant="B", against="A", **more):
 
 
 def panel(folder, loss, name="p", stands_for="1x1", variants=("A", "B"), lrs=(0.001,), **more):
-    """Return the evidence of losses by variant, or by (variant, lr): a number, or one for each seed."""
+    """Return a panel of losses by variant, or by (variant, lr): a number, or one for each seed."""
 
     def one(variant, lr, seed):
-        found = loss[variant, lr] if (variant, lr) in loss else loss[variant]
-        return found[seed] if isinstance(found, list) else found
+        value = loss[variant, lr] if (variant, lr) in loss else loss[variant]
+        return value[seed] if isinstance(value, list) else value
 
-    found = panel_folder(folder / name, list(variants), one, lrs=lrs, **more)
-    return Evidence(name, folder / name, found, stands_for)
+    return PanelResult(name, stands_for, panel_folder(folder / name, list(variants), one, lrs=lrs, **more))
 
 
 def unfinished(name, stands_for):
-    return Evidence(name, Path(name), {}, stands_for)
+    return PanelResult(name, stands_for, None)
 
 
 def verdict(found, said):
@@ -140,16 +136,16 @@ def test_scales_are_read_from_the_runs(tmp_path):
 def test_what_has_no_numbers_is_no_test_but_for_a_variant_that_diverges_alone(tmp_path):
     found = panel(tmp_path, {"A": 2.0, "B": None, "C": 1.9}, variants=("A", "B", "C"))
     of_scale = {"against": "", "measure": "e_change"}
-    for evidence, said, expected, reason in (
+    for ended, said, expected, reason in (
         (found, claim(), DID_NOT, "B did not stay finite in every seed"),
         (found, claim(variant="A", against="B"), UNTESTED, "B did not stay finite in every seed"),
         (found, claim("above"), UNTESTED, "B did not stay finite in every seed"),
         (found, claim("above", **of_scale), UNTESTED, "B did not stay finite in every seed"),
-        (found, claim(variant="D"), UNTESTED, "D was not trained"),
         (found, claim("above", variant="C", **of_scale), UNTESTED, "the runs of C do not have it"),
-        (unfinished("p", "1x1"), claim(), UNTESTED, "the panel has not ended"),
     ):
-        assert verdict(evidence, said).panels[0].best == (expected, reason, None)
+        assert verdict(ended, said).panels[0].best == (expected, reason, None)
+    # What did not run has no verdict.
+    assert verdict(found, claim(variant="D")).panels == verdict(unfinished("p", "1x1"), claim()).panels == []
     assert verdict(panel(tmp_path, {"A": 2.0, "B": None}, "two", seeds=(0, 1)), claim()).verdict == UNTESTED
 
 
@@ -187,7 +183,7 @@ def test_the_worst_panel_counts_and_what_tests_nothing_does_not(tmp_path):
         for name, paper, end in (("s", "1x1", 1.9), ("m", "9x9", 2.1))
     )
     panels = [gain, loss, unfinished("l", "7x7")]
-    assert [each.best.verdict for each in judge(claim(), panels, LOSSES).panels] == [HELD, DID_NOT, UNTESTED]
+    assert [each.best.verdict for each in judge(claim(), panels, LOSSES).panels] == [HELD, DID_NOT]
     for named, expected in (((), DID_NOT), (("9x9",), DID_NOT), (("1x1", "7x7"), HELD), (("5x5",), UNTESTED)):
         assert judge(claim(panels=named), panels, LOSSES).verdict == expected
 

@@ -1,14 +1,17 @@
 import dataclasses
-import itertools
 import json
-import signal
+import os
+import shutil
 
 import pytest
 
-from symexplin.experiments import estimate
+from executors import executed, in_process  # noqa: F401 (a fixture)
+from symexplin.experiments import results
 from symexplin.experiments.reproduce import ReproduceConfig, plan_lines, reproduce
 from symexplin.experiments.tables import load_table, read_table
-from symexplin.lab.process import Stopped
+from symexplin.lab.compare import sweep
+from symexplin.lab.data.batches import Corpus
+from symexplin.lab.provenance import provenance
 
 SMALL = {
     "model": {"width": 16, "depth": 1, "heads": 2, "context": 8},
@@ -16,7 +19,7 @@ SMALL = {
     "compare": {"seeds": [0]},
 }
 
-pytestmark = pytest.mark.usefixtures("undrawn")  # but for what a fixture of the module draws once
+pytestmark = pytest.mark.usefixtures("undrawn", "in_process")  # but for what a fixture of the module draws once
 
 
 def tiny(data, **changes):
@@ -24,10 +27,10 @@ def tiny(data, **changes):
 
 
 def losses(out):
+    panels = {panel.name: panel.comparison for panel in read_table(out).panels if panel.comparison}
     return {
-        panel.name: [(run["variant"], run["lr"], run["seed"], run["evals"]) for run in panel.found["runs"]]
-        for panel in read_table(out).panels
-        if panel.found
+        name: [(run.variant, run.lr, run.seed, run.curve) for run in comparison.runs]
+        for name, comparison in panels.items()
     }
 
 
@@ -40,7 +43,8 @@ def written(out):
 def finished(text, tmp_path_factory):
     """A table whose text is not prepared."""
     out = tmp_path_factory.mktemp("tables") / "equivalence"
-    return out, reproduce("optimizer_equivalence", out, tiny(text), results=out.parent / "results.csv")
+    with executed():
+        return out, reproduce("optimizer_equivalence", out, tiny(text), results=out.parent / "results.csv")
 
 
 def test_a_finished_table_is_not_trained_again_and_may_grow(finished, text):
@@ -68,27 +72,104 @@ def test_another_table_or_other_settings_are_refused(finished, text):
     assert (out / "table.json").read_bytes() == before
 
 
-def test_a_stopped_table_goes_on_to_the_same_losses(data, tmp_path):
-    config = tiny(data, set={**SMALL, "log": {"checkpoint_every": 1}})
+def test_a_stopped_table_goes_on_to_the_same_losses(data, tmp_path, monkeypatch):
     names = ("64x2", "64x4")  # of four panels
-    config = dataclasses.replace(config, variants=("AdamW", "mismatch"), panels=names)
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    reproduce("main_grid", whole, config)
+    config = dataclasses.replace(tiny(data), variants=("AdamW", "mismatch"), panels=names)
+    whole, broken = tmp_path / "a" / "whole", tmp_path / "b" / "broken"
     lines = []
+    reproduce("main_grid", whole, config, echo=lines.append)
+    assert not [line for line in lines if "128x2:" in line or "mismatch+offset" in line]  # claims on what did not run
 
-    def echo(line):
-        lines.append(line)
-        if "step 2/4" in line and sum("step 2/4" in one for one in lines) == 3:
-            signal.raise_signal(signal.SIGTERM)  # within the first run of the second panel
+    def three_runs(*arguments, execute=sweep.execute):
+        ended = execute(*arguments)
+        yield from (next(ended) for _ in range(3))
+        raise KeyboardInterrupt
 
-    with pytest.raises(Stopped):
-        reproduce("main_grid", broken, config, echo=echo)
+    with monkeypatch.context() as patch:
+        patch.setattr(sweep, "execute", three_runs)
+        with pytest.raises(KeyboardInterrupt):
+            reproduce("main_grid", broken, config)
     assert list(losses(broken)) == ["64x2"]
     before = written(broken)
     reproduce("main_grid", broken, config, resume=True)
     assert before.items() <= written(broken).items()
     assert losses(broken) == losses(whole)
-    assert [panel.name for panel in read_table(broken).panels if not panel.found] == ["128x2", "128x4"]
+    assert [panel.name for panel in read_table(broken).panels if not panel.comparison] == ["128x2", "128x4"]
+
+
+def test_a_run_of_a_table_beside_it_is_copied_if_it_is_the_same(data, tmp_path, monkeypatch):
+    """AdamW of both tables is one; with uncommitted changes, another commit, data or processor it is not."""
+    origin = {**provenance(), "commit": "abc"}
+    monkeypatch.setattr("symexplin.lab.run.provenance", lambda _: origin)
+    monkeypatch.setattr("symexplin.lab.provenance.provenance", lambda _="cpu": origin)
+    config = tiny(data, variants=("AdamW", "frozen"), seeds=(0,))
+    reproduce("frozen", tmp_path / "frozen", config)
+    first = tmp_path / "frozen" / "panels" / "16x1" / "runs" / "AdamW-lr0.002-seed0"
+    other = dataclasses.replace(config, variants=("AdamW", "exp_only-ff"))
+
+    def lines_of(name, **changes):
+        origin.update(changes)
+        lines = []
+        reproduce("exp_only", tmp_path / name, other, echo=lines.append)
+        return [line for line in lines if "copied" in line]
+
+    (line,) = lines_of("exp_only")
+    assert line.startswith("16x1 1/2 AdamW lr 0.002 seed 0: loss ")
+    assert line.endswith(f"(copied from {first})")
+    copied = tmp_path / "exp_only" / "panels" / "16x1" / "runs" / first.name
+    assert (copied / "metrics.jsonl").read_bytes() == (first / "metrics.jsonl").read_bytes()
+    shutil.rmtree(tmp_path / "exp_only")
+    for place, changes in enumerate(({"commit": "def"}, {"commit": "abc", "processor": "another"})):
+        assert lines_of(f"changed{place}", **changes) == []
+        shutil.rmtree(tmp_path / f"changed{place}")
+    origin.update(commit="abc+")
+    shutil.rmtree(tmp_path / "frozen")
+    reproduce("frozen", tmp_path / "frozen", config)
+    assert lines_of("changes") == []
+
+
+def test_the_submitting_machine_of_a_cluster_copies_what_agrees_with_what_is_given(data, tmp_path, monkeypatch):
+    origin = {**provenance(), "commit": "abc", "processor": "of a node"}
+    monkeypatch.setattr("symexplin.lab.run.provenance", lambda _: origin)
+    monkeypatch.setattr("symexplin.lab.provenance.provenance", lambda _="cpu": {**origin, "processor": "here"})
+    config = tiny(data, variants=("AdamW", "frozen"), seeds=(0,))
+    reproduce("frozen", tmp_path / "frozen", config)
+    table = config.table("frozen", tmp_path / "other")
+    run = table.panels[0].config.example("AdamW")
+    corpus = Corpus.load(data)
+    for on_cluster, expected in ((True, "AdamW-lr0.002-seed0"), (False, None)):
+        place = results.earlier_runs(tmp_path / "other", on_cluster)(run, corpus)
+        assert (place and place.name) == expected
+    wider = dataclasses.replace(run, compute=dataclasses.replace(run.compute, device="cuda"))
+    assert results.earlier_runs(tmp_path / "other", True)(wider, corpus) is None
+
+
+def test_all_panels_are_submitted_at_once_with_what_each_asks_for(data, tmp_path, monkeypatch):
+    """At the paper's scale: a GPU for a run, eight for those at width 3072, and no limit; no model is built."""
+    pytest.importorskip("submitit")
+    submitted = []
+
+    def execute(tasks, out, grid, _):
+        submitted.append([(task.folder.parent.parent.name, task.cluster.gpus, task.command) for task in tasks])
+        assert (grid.jobs, out) == (None, tmp_path / "out")
+        raise KeyboardInterrupt
+        yield
+
+    (tmp_path / "sbatch").write_text("#!/bin/sh\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(sweep, "execute", execute)
+    monkeypatch.setattr("symexplin.lab.model.Transformer.__init__", None)
+    small = {"model": {"context": 8}, "compare": {"cluster": "slurm"}}
+    config = ReproduceConfig("paper", (data,), variants=("AdamW", "mismatch"), set=small)
+    with pytest.raises(KeyboardInterrupt):
+        reproduce("main_grid", tmp_path / "out", config)
+    ((*tasks,),) = submitted
+    assert [(panel, gpus) for panel, gpus, _ in tasks[::2]] == [
+        (f"{width}x{depth}", 8 if width == 3072 else 1) for width in (1024, 2048, 3072) for depth in (12, 24, 36)
+    ]
+    assert "torch.distributed.run" in tasks[-1][2]
+    assert "torch.distributed.run" not in tasks[0][2]
 
 
 def test_a_mistake_leaves_no_folder(data, tmp_path):
@@ -117,12 +198,3 @@ def test_the_plan_counts_runs_and_tokens_and_says_every_claim_and_assumption():
     assert "in all: up to 96 runs, 58,982,400 tokens" in text
     assert all(sentence in text for sentence in table.assumptions.values())
     assert all(claim.text in text for claim in table.claims)
-
-
-@pytest.mark.parametrize(("jobs", "minutes"), [(1, 12), (2, 6)])
-def test_the_estimate_is_of_all_steps_and_evaluations_of_all_runs(data, monkeypatch, jobs, minutes):
-    clock = itertools.count(step=60.0)  # a minute between two looks at it
-    table = tiny(data, jobs=jobs).table("optimizer_equivalence", "out")
-    monkeypatch.setattr(estimate.time, "perf_counter", lambda: next(clock))
-    # Two runs of four steps; three evaluations of two batches, which cost a third of a step each.
-    assert estimate.estimate([table.panels[0].config]) == [f"at most 2 runs, in all about {minutes} min (from 4 steps)"]

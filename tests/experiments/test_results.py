@@ -5,8 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from executors import executed
 from symexplin.experiments.reproduce import ReproduceConfig, reproduce
-from symexplin.experiments.results import COLUMNS, append_results, config_hash
+from symexplin.experiments.results import COLUMNS, append_results, comparisons, config_hash
+from symexplin.lab.compare.comparison import Comparison
 from symexplin.lab.files import write_json
 from symexplin.lab.settings import load_toml
 
@@ -21,7 +23,8 @@ def out(data, tmp_path_factory):
     }
     grid = {"variants": ("AdamW", "frozen"), "lrs": (1e-3, 1e-2), "seeds": (0,), "jobs": 1}
     out = tmp_path_factory.mktemp("results") / "out"
-    reproduce("frozen", out, ReproduceConfig(data=(data,), steps=2, set=small, **grid))
+    with executed():
+        reproduce("frozen", out, ReproduceConfig(data=(data,), steps=2, set=small, **grid))
     return out
 
 
@@ -34,20 +37,25 @@ def test_a_row_has_what_the_run_has(out, tmp_path):
     file = tmp_path / "new" / "results.csv"
     count = append_results(out, file)
     (panel,) = (out / "panels").iterdir()
-    comparison = json.loads((panel / "comparison.json").read_text())
+    comparison = Comparison.load(panel)
     found = rows(file)
-    assert count == len(found) == len(comparison["runs"])
+    assert count == len(found) == len(comparison.runs)
     assert tuple(found[0]) == COLUMNS
-    runs = {(run["variant"], run["lr"], run["seed"]): run for run in comparison["runs"]}
+    runs = {(run.variant, run.lr, run.seed): run for run in comparison.runs}
     for row in found:
         run = runs[row["variant"], float(row["lr"]), int(row["seed"])]
-        assert (row["table"], row["scale"], row["panel"], row["variant"]) == ("frozen", "mini", "16x1", run["variant"])
-        assert [float(row[key]) for key in ("lr", "seed", "final_loss")] == [run["lr"], run["seed"], run["final_loss"]]
-        assert row["stage"] == ("sweep" if run["seed"] == 0 else "confirm")
-        facts = json.loads((panel / run["folder"] / "run.json").read_text())
+        assert (row["table"], row["scale"], row["panel"], row["variant"]) == ("frozen", "mini", "16x1", run.variant)
+        assert [float(row[key]) for key in ("lr", "seed", "final_loss")] == [run.lr, run.seed, run.loss]
+        assert row["stage"] == ("sweep" if run.seed == 0 else "confirm")
+        facts = json.loads((comparison.folder_of(run) / "run.json").read_text())
         assert (row["data"], row["machine"]) == (facts["data"], facts["provenance"]["processor"])
         assert (row["steps"], row["tokens"]) == ("2", str(2 * 2 * 8))
     assert len({row["config_hash"] for row in found}) == len(found)
+    # Read back, all seeds choose.
+    ((_, back),) = comparisons(file, lambda row: row["table"]).items()
+    assert [(run.variant, run.lr, run.seed) for run in back.runs] == list(runs)
+    assert [run.loss for run in back.runs] == pytest.approx([run.loss for run in runs.values()], rel=1e-6)
+    assert back.best[1].deltas == pytest.approx(comparison.best[1].deltas, abs=1e-5)
 
 
 def test_the_file_only_grows(out, tmp_path):

@@ -36,10 +36,6 @@ def test_bad_values_of_training_are_named(field, value):
         ),
         (lambda: ModelConfig(norm="batch"), "norm must be one of 'rms', 'layer', got 'batch'"),
         (lambda: ModelConfig(embedding_std=0.0), "embedding_std must be a positive finite number"),
-        (
-            lambda: RunConfig("d", train=TrainConfig(weights="x"), sel=CurveConfig(preset="paper")),
-            "start must be given with weights and preset 'paper'",
-        ),
         (lambda: resolve(RunConfig("d", compute=ComputeConfig(device="abacus")), 256), "device must be"),
     ],
 )

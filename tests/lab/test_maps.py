@@ -14,12 +14,11 @@ def test_learned_scales_keep_k_times_the_papers_learning_rate():
     assert map_of(CurveConfig(home="none"), 128) is None
 
 
-def test_the_start_is_that_of_the_preset_unless_given():
-    found = {name: CurveConfig(preset=name).starts_as for name in PRESETS}
-    papers = ("paper", "paper+offset", "fixed_curvature", "absorbed", "frozen")
-    assert {name for name, start in found.items() if start == "mismatched"} == set(papers)
-    assert CurveConfig(preset="paper", start="matched").starts_as == "matched"
-    assert CurveConfig(start="mismatched", map={"mode": "mismatch"}).starts_as == "mismatched"
+def test_a_preset_has_the_beta_of_the_width_and_the_weights_as_initialized_unless_given():
+    for name in PRESETS:
+        assert (CurveConfig(preset=name).starts_as, map_of(CurveConfig(preset=name), 256).beta) == ("matched", 3.75)
+    assert CurveConfig(preset="paper", start="mismatched").starts_as == "mismatched"
+    assert map_of(CurveConfig(preset="paper", map={"beta": 7.5}), 256).beta == 7.5
 
 
 @pytest.mark.parametrize(
@@ -29,7 +28,10 @@ def test_the_start_is_that_of_the_preset_unless_given():
         ({"home": "none", "preset": "paper"}, "preset must be left out for home 'none', got 'paper'"),
         ({"home": "none", "map": {"beta": 5}}, "map must be left out for home 'none'"),
         ({"preset": "congruent", "start": "mismatched"}, "start must be 'matched' for mode 'congruent'"),
-        ({"preset": "paper", "map": {"mode": "sinh"}}, "start must be 'matched' for mode 'sinh'"),
+        (
+            {"preset": "paper", "start": "mismatched", "map": {"mode": "sinh"}},
+            "start must be 'matched' for mode 'sinh'",
+        ),
         ({"map": {"beta": -3.0}}, "beta must be a positive"),
     ],
 )

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal, NamedTuple
 
-from symexplin.experiments.comparison import Evidence, FinishedRun
+from symexplin.lab.compare.comparison import Comparison, Run
 from symexplin.lab.compare.interval import BETTER, ENOUGH_SEEDS, NO_DIFFERENCE, TOO_FEW, WORSE, Interval
 from symexplin.lab.settings import Schema
 from symexplin.validation import check_choice
 
 __all__ = [
-    *("MEASURES", "VERDICTS", "Claim", "ClaimVerdict", "Judgement", "Verdict"),
+    *("MEASURES", "VERDICTS", "Claim", "ClaimVerdict", "Judgement", "PanelResult", "Verdict"),
     *("judge", "reported_gap"),
 ]
 
@@ -35,19 +35,23 @@ Losses = Mapping[str, Mapping[str, float]]  # the paper's, by panel and variant
 class Measure(NamedTuple):
     """The number of a seed, None where the runs do not have it, and what it is in words."""
 
-    of: Callable[[FinishedRun, FinishedRun], float | None]
+    of: Callable[[Comparison, Run, Run], float | None]
     words: str
 
 
-def _gaps(run: FinishedRun, other: FinishedRun) -> list[float]:
+def _end(run: Run) -> float:
+    return run.curve[-1][1]
+
+
+def _gaps(run: Run, other: Run) -> list[float]:
     """Return the differences at the evaluations of both runs, without the one before the first step."""
     losses = dict(other.curve)
     return [loss - losses[step] for step, loss in run.curve if step in losses and step > 0]
 
 
 def _change_of(role: str) -> Measure:
-    def change(run: FinishedRun, _: FinishedRun) -> float | None:
-        means = run.scale_means(role)
+    def change(comparison: Comparison, run: Run, _: Run) -> float | None:
+        means = comparison.scale_means(run, role)
         return means[-1][1] - 1.0 if means else None
 
     return Measure(change, f"change of the mean {role} of {{variant}}")
@@ -55,22 +59,34 @@ def _change_of(role: str) -> Measure:
 
 _APART = "difference between {variant} and {against}"
 MEASURES = {
-    "final": Measure(lambda a, b: a.final - b.final, "final loss of {variant} minus that of {against}"),
+    "final": Measure(lambda _, a, b: _end(a) - _end(b), "final loss of {variant} minus that of {against}"),
     "lowest": Measure(
-        lambda a, b: a.final - min(loss for _, loss in b.curve),
+        lambda _, a, b: _end(a) - min(loss for _, loss in b.curve),
         "final loss of {variant} minus the lowest one of {against}",
     ),
     "behind": Measure(
-        lambda a, b: fmean(gap >= 0 for gap in _gaps(a, b)),
+        lambda _, a, b: fmean(gap >= 0 for gap in _gaps(a, b)),
         "share of the evaluations after the first at which {variant} is not below {against}",
     ),
-    "mean_apart": Measure(lambda a, b: fmean(map(abs, _gaps(a, b))), f"mean {_APART}"),
-    "most_apart": Measure(lambda a, b: max(map(abs, _gaps(a, b))), f"largest {_APART}"),
-    "final_apart": Measure(lambda a, b: abs(a.final - b.final), f"last {_APART}"),
+    "mean_apart": Measure(lambda _, a, b: fmean(map(abs, _gaps(a, b))), f"mean {_APART}"),
+    "most_apart": Measure(lambda _, a, b: max(map(abs, _gaps(a, b))), f"largest {_APART}"),
+    "final_apart": Measure(lambda _, a, b: abs(_end(a) - _end(b)), f"last {_APART}"),
     "e_change": _change_of("e"),
     "l_change": _change_of("l"),
     "m_change": _change_of("m"),
 }
+
+
+@dataclass(frozen=True)
+class PanelResult:
+    """What a folder has of a panel of a table: its comparison, None before it has ended.
+
+    `stands_for` is the paper's panel that it is compared with, or "".
+    """
+
+    name: str
+    stands_for: str
+    comparison: Comparison | None
 
 
 @dataclass(frozen=True)
@@ -143,7 +159,7 @@ class Verdict(NamedTuple):
 
 
 class ClaimVerdict(NamedTuple):
-    """The result of a claim in all panels that it is about."""
+    """The result of a claim in all panels that ran with its variants."""
 
     claim: Claim
     panels: list[Verdict]
@@ -151,8 +167,8 @@ class ClaimVerdict(NamedTuple):
     @property
     def verdict(self) -> str:
         """Return the worst verdict of the panels; those that test nothing count if all do."""
-        found = {panel.best.verdict for panel in self.panels}
-        return next((verdict for verdict in VERDICTS if verdict in found), UNTESTED)
+        verdicts = {panel.best.verdict for panel in self.panels}
+        return next((verdict for verdict in VERDICTS if verdict in verdicts), UNTESTED)
 
 
 class _NoNumbersError(Exception):
@@ -165,22 +181,29 @@ def reported_gap(losses: Losses, panel: str, variant: str, against: str) -> floa
     return None if own is None or other is None else own - other
 
 
-def judge(claim: Claim, panels: Sequence[Evidence], losses: Losses) -> ClaimVerdict:
-    """Return the verdict on a claim in the panels of a table, finished or not; `losses` are the paper's."""
-    about = [[panel] for panel in panels if not claim.panels or panel.stands_for in claim.panels]
+def judge(claim: Claim, panels: Sequence[PanelResult], losses: Losses) -> ClaimVerdict:
+    """Return the verdict on a claim in the panels of a table that ran with its variants; `losses` are the paper's."""
+    ran = [panel for panel in panels if panel.comparison and _variants(claim) <= {*panel.comparison.variants}]
+    about = [[panel] for panel in ran if not claim.panels or panel.stands_for in claim.panels]
     if claim.since:
-        about = [[first, panel] for first in panels if first.stands_for == claim.since for [panel] in about]
+        about = [[first, panel] for first in ran if first.stands_for == claim.since for [panel] in about]
     return ClaimVerdict(claim, [_verdict(claim, group, losses) for group in about])
 
 
-def _verdict(claim: Claim, panels: Sequence[Evidence], losses: Losses) -> Verdict:
+def _variants(claim: Claim) -> set[str]:
+    return {claim.variant, claim.against} - {""}
+
+
+def _verdict(claim: Claim, panels: Sequence[PanelResult], losses: Losses) -> Verdict:
     """Return the verdict in a panel, or on the change from the first of two panels to the last."""
-    shared = _judge(claim, panels, "shared")
-    best = shared if claim.test == "same" else _judge(claim, panels, "best")
-    return Verdict(" to ".join(panel.name for panel in panels), best, shared, _of_paper(claim, panels, losses))
+    comparisons = [panel.comparison for panel in panels if panel.comparison]
+    names = [panel.name for panel in panels]
+    shared = _judge(claim, comparisons, "shared", names)
+    best = shared if claim.test == "same" else _judge(claim, comparisons, "best", names)
+    return Verdict(" to ".join(names), best, shared, _of_paper(claim, panels, losses))
 
 
-def _of_paper(claim: Claim, panels: Sequence[Evidence], losses: Losses) -> float | None:
+def _of_paper(claim: Claim, panels: Sequence[PanelResult], losses: Losses) -> float | None:
     """Return the paper's own number for a claim, if it is known."""
     gaps = [reported_gap(losses, panel.stands_for, claim.variant, claim.against) for panel in panels]
     known = [gap for gap in gaps if gap is not None]
@@ -190,10 +213,10 @@ def _of_paper(claim: Claim, panels: Sequence[Evidence], losses: Losses) -> float
     return last - sum(first)
 
 
-def _judge(claim: Claim, panels: Sequence[Evidence], which: str) -> Judgement:
+def _judge(claim: Claim, comparisons: Sequence[Comparison], which: str, names: Sequence[str]) -> Judgement:
     """Judge a claim with the variants at their "best" or "shared" learning rates."""
     try:
-        *first, last = (_numbers(claim, panel, which) for panel in panels)
+        *first, last = (_numbers(claim, comparison, which) for comparison in comparisons)
     except _NoNumbersError as error:
         return Judgement(*error.args)
     before = first[0] if first else dict.fromkeys(last, 0.0)
@@ -202,28 +225,26 @@ def _judge(claim: Claim, panels: Sequence[Evidence], which: str) -> Judgement:
     interval = Interval([last[seed] - before[seed] for seed in last])
     verdict, reason = _test(claim, interval)
     if first and verdict in (HELD, SAME_SIGN) and fmean(last.values()) >= 0:  # a smaller loss is no gain
-        verdict, reason = DID_NOT if verdict == HELD else OTHER_SIGN, f"there is no gain at {panels[-1].name}; "
+        verdict, reason = DID_NOT if verdict == HELD else OTHER_SIGN, f"there is no gain at {names[-1]}; "
     words = MEASURES[claim.measure].words.format(variant=claim.variant, against=claim.against)
     return Judgement(verdict, f"{reason}{'change of the ' if first else ''}{words}: {interval}", interval)
 
 
-def _numbers(claim: Claim, panel: Evidence, which: str) -> dict[int, float]:
-    """Return the number of each seed in a panel."""
-    if not panel.found:
-        raise _NoNumbersError(UNTESTED, "the panel has not ended")
-    lrs = {row["variant"]: row["lr"] for row in panel.rows(which)}
+def _numbers(claim: Claim, comparison: Comparison, which: str) -> dict[int, float]:
+    """Return the number of each seed."""
+    lrs = {row.variant: row.lr for row in comparison.rows(which)}
     variants = [variant for variant in (claim.variant, claim.against) if variant]
-    if untrained := [variant for variant in variants if variant not in lrs]:
-        raise _NoNumbersError(UNTESTED, f"{untrained[0]} was not trained")
-    runs = [panel.runs(variant, lrs[variant]) for variant in variants]
-    if lost := [variant for variant, found in zip(variants, runs, strict=True) if len(found) < len(panel.seeds)]:
+    runs = [comparison.finite(variant, lrs[variant]) for variant in variants]
+    seeds = comparison.seeds
+    if lost := [variant for variant, finite in zip(variants, runs, strict=True) if len(finite) < len(seeds)]:
         # A claim fails if its own variant alone diverges; it proves nothing if the other one does.
         alone = claim.against and lost == [claim.variant] and claim.test != "above"
-        failed = alone and (len(panel.seeds) >= ENOUGH_SEEDS or claim.test == "same")
+        failed = alone and (len(seeds) >= ENOUGH_SEEDS or claim.test == "same")
         raise _NoNumbersError(
             DID_NOT if failed else UNTESTED, f"{' and '.join(lost)} did not stay finite in every seed"
         )
-    values = {seed: MEASURES[claim.measure].of(runs[0][seed], runs[-1][seed]) for seed in panel.seeds}
+    measure = MEASURES[claim.measure].of
+    values = {seed: measure(comparison, runs[0][seed], runs[-1][seed]) for seed in seeds}
     known = {seed: value for seed, value in values.items() if value is not None}
     if len(known) < len(values):
         raise _NoNumbersError(UNTESTED, f"the runs of {claim.variant} do not have it")

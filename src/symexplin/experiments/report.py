@@ -3,12 +3,11 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from symexplin.experiments.claims import VERDICTS, ClaimVerdict, judge, reported_gap
-from symexplin.experiments.comparison import Evidence, Row
+from symexplin.experiments.claims import VERDICTS, ClaimVerdict, PanelResult, judge, reported_gap
 from symexplin.experiments.tables import Table, read_table
-from symexplin.lab.compare.interval import Interval
-from symexplin.lab.compare.table import ONE_LR
+from symexplin.lab.compare.comparison import ONE_LR, Comparison, Row
 from symexplin.lab.files import write_csv
 from symexplin.lab.report.charts import comparison_figures
 from symexplin.lab.report.pages import reading, write_page
@@ -32,14 +31,15 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
     with reading(out):
         outcome = read_table(out)
         losses = outcome.reported.get("loss", {})
-        claims = [judge(claim, outcome.panels, losses) for claim in outcome.claims]
+        judged = [judge(claim, outcome.panels, losses) for claim in outcome.claims]
+        claims = [claim for claim in judged if claim.panels]
         headline = _headline(outcome, claims)
         panels = [
-            (panel, list(_variants(outcome, panel)), comparison_figures(panel.found))
+            (panel, panel.comparison, list(_variants(outcome, panel, panel.comparison)))
             for panel in outcome.panels
-            if panel.found
+            if panel.comparison
         ]
-        write_csv(out / _RESULTS, [row for _, variants, _ in panels for pair in variants for row in pair])
+        write_csv(out / _RESULTS, [row for *_, variants in panels for pair in variants for row in pair])
         write_csv(out / _CLAIMS, [row for claim in claims for row in _claim_rows(outcome, claim)])
         page = write_page(
             out,
@@ -50,7 +50,7 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
             out=out,
             headline=headline,
             claims=claims,
-            panels=panels,
+            panels=[(*panel, comparison_figures(panel[1])) for panel in panels],
         )
     lines = ["", *headline]
     for claim in claims:
@@ -59,39 +59,44 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
     return page
 
 
-def _headline(outcome: Table[Evidence], claims: Sequence[ClaimVerdict]) -> list[str]:
+def _headline(outcome: Table[PanelResult], claims: Sequence[ClaimVerdict]) -> list[str]:
     """Return in sentences what is missing, and how many claims held."""
     sentences = []
-    if missing := [panel.name for panel in outcome.panels if not panel.found]:
+    if missing := [panel.name for panel in outcome.panels if not panel.comparison]:
         sentences.append(
             f"Unfinished: {len(missing)} of {len(outcome.panels)} panels to go ({', '.join(missing)}). Run the same "
             "command with --resume and without --panels."
         )
-    if any(len(panel.found["comparison"]["lrs"]) == 1 for panel in outcome.panels if panel.found):
+    if any(len(panel.comparison.lrs) == 1 for panel in outcome.panels if panel.comparison):
         sentences.append(ONE_LR)
-    if not claims:
+    if not outcome.claims:
         return [*sentences, "The paper has no claim that this table tests."]
+    if not claims:
+        return [*sentences, "No claim of the paper is about what was run."]
     verdicts = [claim.verdict for claim in claims]
     counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in VERDICTS if verdict in verdicts]
     far = "" if outcome.scale == "paper" else ", far below the paper's"
     return [*sentences, f"Claims tried at scale {outcome.scale}{far}: {len(claims)}; {'; '.join(counts)}."]
 
 
-def _place(outcome: Table[Evidence]) -> Row:
+def _place(outcome: Table[PanelResult]) -> dict[str, Any]:
     return {"table": outcome.name, "scale": outcome.scale}
 
 
-def _variants(outcome: Table[Evidence], panel: Evidence) -> Iterator[tuple[Row, Row]]:
+def _variants(
+    outcome: Table[PanelResult], panel: PanelResult, comparison: Comparison
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yield the rows of each variant in table.csv: at its own best learning rate, and at the shared one."""
     losses, speedups = (outcome.reported.get(name, {}) for name in ("loss", "speedup"))
-    for best, shared in zip(panel.rows("best"), panel.rows("shared"), strict=True):
-        variant, baseline = best["variant"], panel.variants[0]
+    baseline = comparison.baseline
+    for best, shared in zip(comparison.best, comparison.shared, strict=True):
+        variant = best.variant
         known = {
             **_place(outcome),
             "panel": panel.name,
             "stands_for": panel.stands_for,
             "variant": variant,
-            "label": panel.label(variant),
+            "label": comparison.label(variant),
             "paper_loss": losses.get(panel.stands_for, {}).get(variant),
             "paper_delta": reported_gap(losses, panel.stands_for, variant, baseline) if variant != baseline else None,
             "paper_speedup": speedups.get(panel.stands_for, {}).get(variant),
@@ -99,21 +104,23 @@ def _variants(outcome: Table[Evidence], panel: Evidence) -> Iterator[tuple[Row, 
         yield {**known, **_measured(best, "own best rate")}, {**known, **_measured(shared, "shared rate")}
 
 
-def _measured(row: Row, compared_at: str) -> Row:
+def _measured(row: Row, compared_at: str) -> dict[str, Any]:
     """Return the columns of table.csv that a row of a comparison gives."""
-    interval = None if row["delta"] is None else Interval(row["deltas"])
+    interval = None if row.delta is None else row.interval
     return {
         "compared_at": compared_at,
-        **{key: row[key] for key in ("lr", "seeds", "finite", "loss", "spread", "delta", "speedup", "reached")},
+        "lr": row.lr,
+        "seeds": list(row.seeds),
+        **{key: getattr(row, key) for key in ("finite", "loss", "spread", "delta", "speedup", "reached")},
         "detectable": None if interval is None or math.isinf(interval.detectable) else interval.detectable,
         "shown": "not finite" if interval is None else interval.verdict,
     }
 
 
-def _claim_rows(outcome: Table[Evidence], found: ClaimVerdict) -> Iterator[Row]:
+def _claim_rows(outcome: Table[PanelResult], judged: ClaimVerdict) -> Iterator[dict[str, Any]]:
     """Yield the rows of a claim in claims.csv, one per panel."""
-    claim = found.claim
-    for panel in found.panels:
+    claim = judged.claim
+    for panel in judged.panels:
         best, shared = panel.best.interval, panel.shared.interval
         yield {
             **_place(outcome),

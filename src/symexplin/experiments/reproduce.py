@@ -1,4 +1,4 @@
-"""A table in a folder: its data, one comparison after the other, its report. A killed one resumes.
+"""A table in a folder: its data, a comparison of each panel, its report. A killed one resumes.
 
 table.json      what it is              data/   the tokens, unless prepared ones were given
 panels/PANEL/   a comparison each (symexplin.lab.compare)
@@ -7,13 +7,13 @@ report.html, table.csv, claims.csv      the results (symexplin.experiments.repor
 What needs torch is imported where it is used, so that the help of the command comes at once.
 """
 
+import contextlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from symexplin.experiments.results import append_results, check_results
+from symexplin.experiments.results import append_results, check_results, earlier_runs
 from symexplin.experiments.tables import DATA, PANELS, TABLE, Panel, ScaleName, Table, load_table
-from symexplin.lab.compare.grid import COMPARISON
 from symexplin.lab.files import read_json, write_json
 from symexplin.lab.folders import LOCK, check_resumable, check_unused, claimed
 from symexplin.lab.settings import Count, Pairs, Positive, Schema, Whole, from_table, merge
@@ -36,7 +36,7 @@ class ReproduceConfig(Schema):
         lrs: peak learning rates; every variant trains at each.
         seeds: every variant trains at each learning rate with each.
         confirm_seeds: of a second stage, at the best learning rates alone.
-        jobs: runs at a time.
+        jobs: runs at a time, of all panels together. Default: the scale's, else 1 here and no limit on a cluster.
         steps: optimizer steps of each run; warm-up and evaluations keep their share.
         set: any key of a scale's tables, such as model.width=64, train.batch_size=4, map.beta=5 (of every curved
             variant), or for a cluster compare.cluster=slurm cluster.walltime=...
@@ -105,6 +105,8 @@ def reproduce(
 ) -> Path:
     """Run a table and write its report, whose path is returned.
 
+    The runs of all panels are executed together. A finished run of a table beside `out` that is the same is copied.
+
     Args:
         name: one of :func:`symexplin.experiments.tables.names`, or the path of a TOML file of the same form.
         out: a new folder, or that of the table to resume.
@@ -112,14 +114,14 @@ def reproduce(
         resume: keep finished runs, continue the others.
         results: a CSV file to which a row is appended for each run that has ended
             (:func:`symexplin.experiments.results.append_results`), also if the table stops.
-        echo: takes each line of the log: the estimate of the time, losses, verdicts.
+        echo: takes each line of the log: losses, the time to go, verdicts.
 
     Raises:
-        FileNotFoundError, ValueError, OSError, Stopped: see :func:`symexplin.lab.compare.runs.compare_runs`.
+        FileNotFoundError, ValueError, OSError, Stopped: see :func:`symexplin.lab.compare.sweep.compare`.
     """
-    from symexplin.experiments.estimate import estimate
     from symexplin.experiments.report import report_table
-    from symexplin.lab.compare.runs import compare_runs
+    from symexplin.lab.compare.kinds import Laboratory
+    from symexplin.lab.compare.sweep import opened, run_sweeps
     from symexplin.lab.data.prepare import PrepareConfig, prepare
 
     config = config or ReproduceConfig()
@@ -135,12 +137,13 @@ def reproduce(
         try:
             if to_prepare:
                 prepare(from_table(PrepareConfig, table.data), folder / DATA, echo=echo)
-            new = [panel.config for panel in wanted if not (folder / PANELS / panel.name / COMPARISON).exists()]
-            for line in estimate(new):
-                echo(line)
-            for number, panel in enumerate(wanted, start=1):
-                echo(f"{table.name} {panel.name} (panel {number} of {len(wanted)})")
-                compare_runs(panel.config, folder / PANELS / panel.name, resume=True, echo=echo)
+            earlier = earlier_runs(folder.resolve(), wanted[0].config.compare.on_cluster)
+            with contextlib.ExitStack() as stack:
+                sweeps = []
+                for panel in wanted:
+                    kind, place = Laboratory(panel.config, table.labels, earlier), folder / PANELS / panel.name
+                    sweeps.append(stack.enter_context(opened(kind, place, True, echo, f"{panel.name} ")))
+                run_sweeps(sweeps, folder, echo)
         finally:
             if {path.name for path in folder.iterdir()} == {TABLE, LOCK}:  # a mistake leaves no folder
                 (folder / TABLE).unlink()

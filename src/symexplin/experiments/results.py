@@ -1,23 +1,32 @@
-"""Results kept: one row per run in a CSV file that only grows."""
+"""Results kept: one row per run in a CSV file that only grows. And runs of other tables, which need not be repeated."""
 
 import csv
+import dataclasses
 import datetime
+import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import filelock
 
 from symexplin.experiments.tables import PANELS, TABLE
+from symexplin.lab.compare.comparison import Comparison, Run
+from symexplin.lab.compare.grid import BASELINE, RUNS
 from symexplin.lab.compare.grid import CONFIG as GRID
-from symexplin.lab.compare.grid import RUNS
 from symexplin.lab.files import read_json, write_csv
 from symexplin.lab.folders import CONFIG, RESULT, read_facts
-from symexplin.lab.settings import load_toml
+from symexplin.lab.settings import load_toml, to_table
 
-__all__ = ["COLUMNS", "append_results", "check_results", "config_hash"]
+if TYPE_CHECKING:
+    from symexplin.lab.config import RunConfig
+    from symexplin.lab.data.batches import Corpus
+
+__all__ = ["COLUMNS", "append_results", "check_results", "comparisons", "config_hash", "earlier_runs"]
+
+K = TypeVar("K", bound=Hashable)
 
 COLUMNS = (
     *("table", "scale", "panel", "variant", "lr", "seed", "stage", "steps", "tokens", "final_loss", "seconds"),
@@ -46,8 +55,8 @@ def append_results(out: str | Path, file: Path) -> int:
     about = read_json(Path(out) / TABLE)
     place = {"table": about["name"], "scale": about["scale"]}
     ended = sorted(Path(out).glob(f"{PANELS}/*/{RUNS}/*/{RESULT}"), key=lambda path: path.stat().st_mtime)
-    found = [{**place, **_row(path.parent)} for path in ended]
-    rows = [{name: "" if row[name] is None else str(row[name]) for name in COLUMNS} for row in found]
+    read = [{**place, **_row(path.parent)} for path in ended]
+    rows = [{name: "" if row[name] is None else str(row[name]) for name in COLUMNS} for row in read]
     file.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(file.with_name(file.name + ".lock")):  # another table may end at the same moment
         old = check_results(file)
@@ -56,6 +65,63 @@ def append_results(out: str | Path, file: Path) -> int:
         if new:
             write_csv(file, [*old, *new])
     return len(new)
+
+
+def comparisons(file: Path, key: Callable[[Mapping[str, str]], K]) -> dict[K, Comparison]:
+    """Return the runs of a CSV file of results as comparisons, one for each `key` of a row, in the order of the file.
+
+    The baseline is AdamW where it was trained, else the first variant. All seeds choose learning rates.
+    """
+    runs: dict[K, list[Run]] = {}
+    with file.open(newline="", encoding="utf-8") as lines:
+        for row in csv.DictReader(lines):
+            loss = row["final_loss"]
+            curve = ((int(row["steps"]), float(loss)),) if loss else ()
+            run = Run(row["variant"], float(row["lr"]), int(row["seed"]), curve, error=None if loss else "not finite")
+            runs.setdefault(key(row), []).append(run)
+
+    def compared(own: list[Run]) -> Comparison:
+        return Comparison(tuple(own), BASELINE if BASELINE in {run.variant for run in own} else own[0].variant)
+
+    return {name: compared(own) for name, own in runs.items()}
+
+
+def earlier_runs(out: Path, on_cluster: bool) -> "Callable[[RunConfig, Corpus], Path | None]":
+    """Return what finds the folder of a finished run that need not be repeated, in the tables beside that in `out`.
+
+    Configuration, data, commit and processor must be the same. The submitting machine of a cluster does not know the
+    processors, nor what runs choose for theirs: there the keys of [compute] that are given must be the same.
+    """
+    from symexplin.lab.config import ComputeConfig, resolve
+    from symexplin.lab.load import digest_of
+    from symexplin.lab.provenance import provenance
+
+    here = functools.cache(provenance)
+    known: dict[tuple[str, str], list[tuple[Path, Mapping[str, Any], Mapping[str, Any]]]] = {}
+    for path in sorted(out.parent.glob(f"*/{PANELS}/*/{RUNS}/*/{RESULT}")):
+        if out in path.parents or "loss" not in read_json(path):
+            continue
+        config, facts = load_toml(path.parent / CONFIG), read_facts(path.parent)
+        key = config_hash({**config, "compute": {}}, facts.get("weights")), facts["data"]
+        known.setdefault(key, []).append((path.parent, config["compute"], facts["provenance"]))
+
+    def find(config: "RunConfig", corpus: "Corpus") -> Path | None:
+        compute = {name: value for name, value in to_table(config.compute).items() if value != "auto"}
+        if on_cluster:
+            config = dataclasses.replace(config, compute=ComputeConfig(device="cpu"))
+        resolved = to_table(resolve(config, corpus.vocab_size))
+        compute = compute if on_cluster else resolved["compute"]
+        weights = None if config.train.weights is None else digest_of(config.train.weights)
+        key = config_hash({**resolved, "compute": {}}, weights), corpus.fingerprint
+        for folder, its_compute, origin in known.get(key, ()):
+            commit = str(origin["commit"])
+            if commit != here()["commit"] or commit.endswith("+") or not compute.items() <= its_compute.items():
+                continue  # a "+" marks changes that nobody has kept
+            if on_cluster or origin["processor"] == here(its_compute["device"])["processor"]:
+                return folder
+        return None
+
+    return find
 
 
 def config_hash(config: Mapping[str, Any], weights: str | None = None) -> str:

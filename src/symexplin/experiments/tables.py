@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args
 
-from symexplin.experiments.claims import Claim
-from symexplin.experiments.comparison import Evidence
+from symexplin.experiments.claims import Claim, PanelResult
+from symexplin.lab.compare.comparison import Comparison
 from symexplin.lab.compare.grid import COMPARISON, CompareConfig, GridConfig
 from symexplin.lab.files import read_json
 from symexplin.lab.settings import differences, from_table, load_toml, merge, to_table
@@ -40,7 +40,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Table(Generic[P]):
-    """A table at a scale, with panels to run (:class:`Panel`), or with what a folder has of them (:class:`Evidence`).
+    """A table at a scale, with panels to run (:class:`Panel`), or with what a folder has (:class:`PanelResult`).
 
     `place` is where in the paper, "" beyond it. `labels` are those of the variants, the baseline first. `assumptions`
     are sentences on the keys that the paper leaves open. `data` has keys of :class:`PrepareConfig`. `reported` are the
@@ -119,7 +119,7 @@ def load_table(
             figures=figures,
             reported=reported,
             claims=tuple(from_table(Claim, claim) for claim in claims),
-            labels={variant: found.get("label", variant) for variant, found in variants.items()},
+            labels={variant: table.get("label", variant) for variant, table in variants.items()},
             assumptions={key: text + given.get(key, "") for key, text in assumptions.items()},
             data=to_prepare,
             panels=panels,
@@ -135,9 +135,9 @@ def _settings(file: Settings, scale: str) -> Settings:
 
 def _protocol(name: str) -> Settings:
     protocols = load_toml(_CONFIGS / f"{_PROTOCOLS}.toml")
-    found: Settings = protocols[check_choice("protocol", name, protocols)]
-    extended = found.pop("extends", None)
-    return merge(_protocol(extended), found) if extended else found
+    settings: Settings = protocols[check_choice("protocol", name, protocols)]
+    extended = settings.pop("extends", None)
+    return merge(_protocol(extended), settings) if extended else settings
 
 
 def _check(settings: Settings, changes: Settings, baseline: str) -> None:
@@ -203,7 +203,7 @@ def _curved(variant: Any, curve: Settings, forced: Settings) -> Any:
     return {**variant, "map": merge(curve, merge(variant.get("map", {}), forced))}
 
 
-def read_table(out: str | Path) -> Table[Evidence]:
+def read_table(out: str | Path) -> Table[PanelResult]:
     """Return the results in a folder of `symexplin reproduce`, finished or not.
 
     Raises:
@@ -218,8 +218,8 @@ def read_table(out: str | Path) -> Table[Evidence]:
         panels = []
         for panel in about.pop("panels"):
             folder = out / PANELS / panel["name"]
-            found = read_json(folder / COMPARISON) if (folder / COMPARISON).exists() else {}
-            panels.append(Evidence(panel["name"], folder, found, panel["stands_for"] or "", about["labels"]))
+            comparison = Comparison.load(folder) if (folder / COMPARISON).exists() else None
+            panels.append(PanelResult(panel["name"], panel["stands_for"], comparison))
         return Table(**about, claims=claims, panels=tuple(panels))
     except (KeyError, TypeError) as error:
         raise ValueError(f"{str(out / TABLE)!r} is damaged, or of another version of symexplin: {error}") from None

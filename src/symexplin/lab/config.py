@@ -217,11 +217,6 @@ class RunConfig(Schema):
         """Check what depends on several tables."""
         super().__post_init__()
         map_of(self.sel, self.model.width)
-        untold = self.sel.home != "none" and self.sel.start is None and self.sel.starts_as == "mismatched"
-        if untold and self.train.weights is not None:
-            raise ValueError(
-                f"start must be given with weights and preset {self.sel.preset!r}: 'matched' keeps them as they are"
-            )
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,30 @@
 """A comparison that fits into minutes on a laptop: AdamW, the default and the paper's method on one small model."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from symexplin.lab.compare.grid import COMPARISON, DEMO, CompareConfig, GridConfig
+from symexplin.lab.compare.grid import DEMO, CompareConfig, GridConfig
 from symexplin.lab.config import ComputeConfig, LogConfig, ModelConfig, TrainConfig
-from symexplin.lab.files import replace_file, write_json
+from symexplin.lab.files import replace_file
 from symexplin.lab.folders import claimed
+from symexplin.lab.provenance import cores
 from symexplin.lab.settings import Count, Positive, Schema, Whole
+
+if TYPE_CHECKING:
+    from symexplin.lab.compare.comparison import Comparison
 
 __all__ = ["DemoConfig", "run_demo"]
 
-_EVALUATIONS, _SAMPLE_LENGTH = 12, 400
+_EVALUATIONS, _SAMPLE_LENGTH, _MOST_JOBS = 12, 400, 2
 _DATA, _SAMPLE = "data", "sample.txt"
 
 
 @dataclass(frozen=True)
 class DemoConfig(Schema):
-    """What the demo compares; the defaults take about four minutes on two idle cores.
+    """What the demo compares; the defaults take about three minutes on two idle cores.
 
     Args:
         data: "stdlib" (your Python's own sources), a file (documents separated by NUL) or a folder.
@@ -35,7 +40,7 @@ class DemoConfig(Schema):
     """
 
     data: str = "stdlib"
-    variants: tuple[str, ...] = (*GridConfig.variants, "SEL-paper")
+    variants: tuple[str, ...] = (*GridConfig.variants, "paper")
     lrs: tuple[Positive, ...] = GridConfig.lrs
     seed: Whole = 0
     width: Count = 128
@@ -51,25 +56,26 @@ class DemoConfig(Schema):
         self.comparison("")
 
     def comparison(self, data: str) -> CompareConfig:
-        """Return the comparison on the prepared folder `data`; its figures are the same on every CPU's float32."""
+        """Return the comparison on the prepared folder `data`; its numbers are the same on every CPU's float32."""
         return CompareConfig(
             data,
             model=ModelConfig(width=self.width, depth=self.depth, heads=self.heads, context=self.context),
             train=TrainConfig(self.steps, self.batch_size, eval_every=max(1, self.steps // _EVALUATIONS)),
-            compute=ComputeConfig(device="cpu", autocast="off"),
+            compute=ComputeConfig(device="cpu", threads=1, autocast="off"),
             log=LogConfig(tensorboard=False, keep=1),
-            compare=GridConfig(self.variants, self.lrs, (self.seed,)),
+            compare=GridConfig(self.variants, self.lrs, (self.seed,), jobs=min(_MOST_JOBS, cores())),
         )
 
 
-def run_demo(out: str | Path, config: DemoConfig, echo: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Prepare the data, compare, and sample from the best curved model; return the content of comparison.json.
+def run_demo(out: str | Path, config: DemoConfig, echo: Callable[[str], None] = lambda _: None) -> "Comparison":
+    """Prepare the data, compare, and sample from the best curved model; return the comparison.
 
-    The folder `out` becomes that of a comparison (:func:`symexplin.lab.compare.runs.compare_runs`) with the prepared
-    `data/` and `sample.txt`. A demo that was interrupted is continued, a finished one is reported again.
+    The folder `out` becomes that of a comparison (:mod:`symexplin.lab.compare.sweep`) with the prepared `data/` and
+    `sample.txt`. A demo that was interrupted is continued, a finished one is reported again.
     """
     # The help of the command needs the configuration alone.
-    from symexplin.lab.compare.runs import compare_runs
+    from symexplin.lab.compare.kinds import Laboratory
+    from symexplin.lab.compare.sweep import compare
     from symexplin.lab.data.prepare import PrepareConfig, prepare
     from symexplin.lab.evaluate import sample
     from symexplin.lab.load import load_trained
@@ -81,18 +87,18 @@ def run_demo(out: str | Path, config: DemoConfig, echo: Callable[[str], None] = 
         text = PrepareConfig((config.data,), tokenizer="byte", valid_fraction=0.05, seed=0)
         prepare(text, folder / _DATA, echo=echo)
         replace_file(folder / DEMO, "")
-        content = compare_runs(config.comparison(str(folder / _DATA)), folder, resume=True, echo=echo)
-        curved = [row for row in content["comparison"]["best"][1:] if row["loss"] is not None]
-        if not curved:
+        comparison = compare(Laboratory(config.comparison(str(folder / _DATA))), folder, resume=True, echo=echo)
+        best = comparison.leader(comparison.variants[1:])
+        if best is None:
             raise ValueError("no curved variant stayed finite at any learning rate: try smaller lrs")
-        best = min(curved, key=lambda row: row["loss"])
-        (run,) = (r for r in content["runs"] if (r["variant"], r["lr"]) == (best["variant"], best["lr"]))
-        model, tokenizer, _ = load_trained(folder / run["folder"])
+        (run,) = comparison.at(best.variant, best.lr).values()
+        model, tokenizer, _ = load_trained(comparison.folder_of(run))
         # A zero byte ends a document; files of text have none.
         words = sample(model, tokenizer, "", _SAMPLE_LENGTH, seed=config.seed).replace("\0", "\n")
-        content["sample"] = {"variant": run["variant"], "lr": run["lr"], "seed": run["seed"], "text": words}
-        write_json(folder / COMPARISON, content)
+        about = {"variant": run.variant, "lr": run.lr, "seed": run.seed, "text": words}
+        comparison = dataclasses.replace(comparison, facts={**comparison.facts, "sample": about})
+        comparison.save(folder)
         report_comparison(folder)
         replace_file(folder / _SAMPLE, words + "\n")
-    echo(f"plain weights: {folder / run['folder'] / MODEL}")
-    return content
+    echo(f"plain weights: {comparison.folder_of(run) / MODEL}")
+    return comparison

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import symexplin as sel
 from symexplin.lab.settings import Count, Pairs, Schema
-from symexplin.presets import MISMATCHED, PRESETS
+from symexplin.presets import PRESETS
 from symexplin.validation import naming
 
 __all__ = ["CurveConfig", "map_of", "named_map"]
@@ -25,9 +25,10 @@ class CurveConfig(Schema):
     Args:
         home: "optimizer" (SELAdamW over a plain model), "module" (curved layers under AdamW, the paper's form) or
             "none" (AdamW on ordinary weights).
-        preset: the map: "default" (beta by the model's width, scales fixed) or one of the paper's.
+        preset: the map: "default" (scales fixed) or one of the paper's. beta follows the model's width, unless map says
+            otherwise.
         start: "matched" (weights start as initialized) or "mismatched" (the paper's for mode "mismatch", by
-            `symexplin.init_`). If not given, that of the preset: the paper's of this mode start mismatched.
+            `symexplin.init_`). Default: "matched".
         anneal_steps: optimizer steps that the multipliers take from k0 to k1 (T, section 4.5); if not given, an
             assumption: all steps of the schedule.
         map: keys of the map to change, such as beta = 5 or e.k = [50, 8].
@@ -49,18 +50,21 @@ class CurveConfig(Schema):
 
     @property
     def starts_as(self) -> Start:
-        """The start: as given, else that of the preset."""
-        return self.start or ("mismatched" if self.preset in MISMATCHED else "matched")
+        """The start: as given, else as initialized."""
+        return self.start or "matched"
 
 
 def named_map(preset: str, changes: Mapping[str, Any]) -> sel.SELConfig:
-    """Return a preset with `changes`; a mistake in them is told as one of the table `map`.
+    """Return a preset with `changes`, and with beta by the model's width unless they say otherwise.
 
-    >>> named_map("paper", {"beta": 5.0, "e": {"k": [10, 2]}}).e.k
-    (10.0, 2.0)
+    A mistake in them is told as one of the table `map`.
+
+    >>> config = named_map("paper", {"e": {"k": [10, 2]}})
+    >>> config.beta, config.e.k
+    ('auto', (10.0, 2.0))
     """
     with naming("map"):
-        return sel.preset(preset, **changes)
+        return sel.preset(preset, **{"beta": "auto", **changes})
 
 
 def map_of(curve: CurveConfig, width: int) -> sel.SELConfig | None:

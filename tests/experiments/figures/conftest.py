@@ -15,7 +15,7 @@ def runs(tmp_path_factory):
     data = prepared(folder / "data")
     return {
         "plain": trained(data, folder / "plain", CurveConfig(home="none")),
-        "curved": trained(data, folder / "curved", CurveConfig(preset="paper")),
+        "curved": trained(data, folder / "curved", CurveConfig(preset="paper", start="mismatched", map={"beta": 7.5})),
     }
 
 

@@ -52,7 +52,7 @@ def test_equivalence_is_the_difference_of_the_homes_seed_by_seed(compared):
     folder = compared(seeds=(3, 4), final=2.004, maps=maps, more={"same": 0.0})
     found = json.loads((folder / "comparison.json").read_text())
     run = next(r for r in found["runs"] if (r["variant"], r["lr"], r["seed"]) == ("same", 0.01, 4))
-    run["evals"][1][1] -= 0.010
+    run["curve"][1][1] -= 0.010
     write_json(folder / "comparison.json", found)
     left, right = draw("optimizer_equivalence", [folder]).axes
     assert set(lines(left)) == {"AdamW, lr 0.01", "same, lr 0.01"}
@@ -97,7 +97,9 @@ def test_the_slope_of_the_exponential_map_is_known():
 def test_lines_stand_at_the_rate_and_at_the_rate_times_the_slope(compared, runs):
     places = {f"{variant}-lr0.01-seed1": runs[run] for variant, run in (("AdamW", "plain"), ("SEL", "curved"))}
     left, right = (lines(axes) for axes in draw("learning_rates", [compared(seeds=(0, 1), trained=places)]).axes)
-    slope = start_slope(RunConfig("data", MODEL, sel=CurveConfig(preset="paper")))
+    slope = start_slope(
+        RunConfig("data", MODEL, sel=CurveConfig(preset="paper", start="mismatched", map={"beta": 7.5}))
+    )
     assert slope > 1.1
     assert list(left) == list(right) == ["AdamW (× 1.00)", f"SEL (× {slope:.2f})"]
     curved, plain = right[f"SEL (× {slope:.2f})"], right["AdamW (× 1.00)"]

@@ -16,7 +16,7 @@ from symexplin.lab.model import Transformer
 ROLES = ["q", "k", "v", "o", "gate", "up", "down"]
 CURVES = {
     "default": CurveConfig(),
-    "absorbed": CurveConfig(preset="absorbed"),
+    "absorbed": CurveConfig(preset="absorbed", start="mismatched"),
     "module": CurveConfig(home="module", preset="paper+offset", start="matched"),
 }
 

@@ -14,15 +14,15 @@ WIDTH = 64
 
 def test_the_first_runs_are_a_comparison_of_the_first_seed_and_a_second_stage_has_its_own_rates():
     """Three variants, two seeds; of two more the baseline needs one rate, the others two, if there are two."""
-    grid = GridConfig(("AdamW", "SEL", "SEL-paper"), (1e-3, 3e-3), (0, 4), confirm_seeds=(7, 5))
+    grid = GridConfig(("AdamW", "default", "paper"), (1e-3, 3e-3), (0, 4), confirm_seeds=(7, 5))
     names = [cell.name for cell in grid.cells()]
-    assert names[:4] == ["AdamW-lr0.001-seed0", "SEL-lr0.001-seed0", "SEL-paper-lr0.001-seed0", "AdamW-lr0.003-seed0"]
+    assert names[:4] == ["AdamW-lr0.001-seed0", "default-lr0.001-seed0", "paper-lr0.001-seed0", "AdamW-lr0.003-seed0"]
     assert [name[-1] for name in names] == ["0"] * 6 + ["4"] * 6
-    found = grid.confirmations({"AdamW": (1e-3,), "SEL": (1e-3, 3e-3), "SEL-paper": (1e-3,)})
+    found = grid.confirmations({"AdamW": (1e-3,), "default": (1e-3, 3e-3), "paper": (1e-3,)})
     assert [cell.name for cell in found] == [
         f"{cell}-seed{seed}"
         for seed in (7, 5)
-        for cell in ("AdamW-lr0.001", "SEL-lr0.001", "SEL-lr0.003", "SEL-paper-lr0.001")
+        for cell in ("AdamW-lr0.001", "default-lr0.001", "default-lr0.003", "paper-lr0.001")
     ]
     assert grid.most_runs == 12 + 5 * 2
     assert GridConfig(grid.variants, (1e-3,), (0, 4), confirm_seeds=(7, 5)).most_runs == 6 + 3 * 2
@@ -31,7 +31,7 @@ def test_the_first_runs_are_a_comparison_of_the_first_seed_and_a_second_stage_ha
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"variants": ("AdamW", "SEL", "SEL")}, "variants must hold.*each once"),
+        ({"variants": ("AdamW", "default", "default")}, "variants must hold.*each once"),
         ({"variants": ("AdamW",)}, "variants must be the baseline 'AdamW' and at least one other"),
         ({"lrs": (1e-3, -1.0)}, r"lrs must be a positive finite number, got -1\.0"),
         ({"lrs": (0.1, 0.1000000001)}, "lrs must hold.*each once"),  # one name of a folder
@@ -46,15 +46,16 @@ def test_bad_grids_are_named(changes, message):
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"compare": {"variants": ["AdamW", "SLE"]}}, "variants must be one of .*got 'SLE'; did you mean 'SEL'"),
+        ({"compare": {"variants": ["AdamW", "papr"]}}, "variants must be one of .*got 'papr'; did you mean 'paper'"),
         ({"variant": {"mine": {"map": {"btea": 5.0}}}}, "variant mine: map: key must be one of .*did you mean 'beta'"),
         (
             {"variant": {"mine": {"preset": "frozen", "map": {"e": {"start": 0.01}}}}},
             "variant mine: the map of mode 'mismatch' needs",
         ),
         ({"variant": {"a/b": {"preset": "paper"}}}, "variant must have a new name.*got 'a/b'"),
-        ({"variant": {"mine": {}}}, "variant 'mine' is defined but not among variants AdamW, SEL: add it"),
+        ({"variant": {"mine": {}}}, "variant 'mine' is defined but not among variants AdamW, default: add it"),
         ({"variant": {"mine": {"home": "none", "preset": "paper"}}}, "variant mine: home 'none' .* no use for preset"),
+        ({"variant": {"AdamW": {}}}, "variant must have a new name.*got 'AdamW'"),
         ({"variant": {"mine": 3}}, r"\[variant.mine\] must be a table, got 3"),
         ({"variant": {"mine": {"train": {"steps": 3}}}}, "variant mine: train must .* may have optimizer, .*'steps'"),
         ({"variant": {"mine": {"model": 3}}}, "variant mine: model must be a table that may have init, qk_gain, got 3"),
@@ -105,18 +106,18 @@ def curve_of(variant):
     return CompareConfig("", ModelConfig(width=WIDTH)).run(Cell(variant, 1e-2, 0)).sel
 
 
-@pytest.mark.parametrize("name", ["paper", "fixed-curvature", "frozen", "congruent", "exp-only"])
+@pytest.mark.parametrize("name", ["paper", "fixed_curvature", "frozen", "congruent", "exp_only"])
 def test_the_papers_variants_are_its_presets(name):
-    assert map_of(curve_of(f"SEL-{name}"), WIDTH) == sel.preset(name.replace("-", "_")).resolve(WIDTH)
-    assert curve_of("SEL-module") == dataclasses.replace(curve_of("SEL-paper"), home="module")
+    assert map_of(curve_of(name), WIDTH) == sel.preset(name, beta="auto").resolve(WIDTH)
+    assert curve_of("module") == dataclasses.replace(curve_of("paper"), home="module")
 
 
-def test_the_baseline_is_plain_and_sel_is_the_default_map_which_may_learn():
+def test_the_baseline_is_plain_and_the_default_map_may_learn():
     """At width 64 = 1024/16 beta is a quarter of 7.5, and l = beta/7.5."""
     assert map_of(curve_of("AdamW"), WIDTH) is None
-    fixed, learned = map_of(curve_of("SEL"), WIDTH), map_of(curve_of("SEL-learned"), WIDTH)
+    fixed, learned = map_of(curve_of("default"), WIDTH), map_of(curve_of("learned"), WIDTH)
     assert (fixed.mode, fixed.beta, fixed.learned_roles) == ("exp_only", 7.5 / 4, ())
     assert (learned.mode, learned.beta, learned.learned_roles) == ("mismatch", 7.5 / 4, ("e", "l"))
     for scale, start in ((learned.e, 1.0), (learned.l, 0.25)):
         assert (scale.pattern, scale.start, scale.multiplier(lr=1.0)) == ("row_col_mult", start, (0.003, 0.001))
-    assert {curve_of(variant).starts_as for variant in ("SEL", "SEL-learned")} == {"matched"}
+    assert {curve_of(variant).starts_as for variant in ("default", "learned", "paper", "frozen")} == {"matched"}

@@ -1,19 +1,22 @@
 """Runs in processes and as jobs of Slurm; what the commands do here is a few lines of Python."""
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections import deque
 
 import pytest
 
 from symexplin.lab.compare import launch
 from symexplin.lab.compare.grid import ClusterConfig, GridConfig
-from symexplin.lab.compare.launch import SlurmJob, Task, check_executor, run_as_jobs, run_side_by_side
+from symexplin.lab.compare.launch import SlurmJob, Task, check_executor, execute
 from symexplin.lab.process import Stopped
 
-ENDS = "import pathlib; print('train: step 1'); pathlib.Path('{}', 'done').touch()"
+ENDS = "import pathlib; print('train: step 1'); pathlib.Path('{}', 'result.json').touch()"
 FAILS = "import sys; print('one\\ntwo\\nthree'); sys.exit('four')"
 WAITS = "import time; print('train: begun', flush=True); time.sleep(60)"
 SAVES = (
@@ -24,29 +27,35 @@ SAVES = (
 )
 
 
-def task(folder, code):
-    folder.mkdir(exist_ok=True)
-    return Task(folder.name, folder, "done", [sys.executable, "-c", code.replace("{}", str(folder))])
+def task(folder, code, **wishes):
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-c", code.replace("{}", str(folder))]
+    return Task(folder.name, folder, command, ClusterConfig(**wishes))
+
+
+def run(tasks, out, jobs, echo=lambda _: None, cluster="none"):
+    """Return {name of a run: why it failed}."""
+    ended = execute(deque(tasks), out, GridConfig(jobs=jobs, cluster=cluster), echo)
+    return {task.label: reason for task, reason in ended}
 
 
 def tasks(out, **codes):
-    return [task(out / name, code) for name, code in codes.items()]
+    return [task(out / "runs" / name, code) for name, code in codes.items()]
 
 
 def test_runs_end_side_by_side_and_a_failing_one_gives_its_last_lines(tmp_path):
     lines = []
     own_error = "import sys; sys.exit('symexplin: error: lr must be small')"
-    work = tasks(tmp_path, a=ENDS, b=FAILS, c="pass", d=own_error, e=ENDS)
-    reasons = dict(run_side_by_side(work, tmp_path, 2, lines.append))
+    work = tasks(tmp_path, a=ENDS, b=FAILS, c="pass", d=own_error)
     log = tmp_path / "processes"
-    assert reasons == {
-        0: None,
-        1: f"two / three / four (see {log / 'b.log'})",
-        2: f"ended without done: no output (see {log / 'c.log'})",
-        3: f"lr must be small (see {log / 'd.log'})",
-        4: None,
+    assert run(work, tmp_path, 2, lines.append) == {
+        "a": None,
+        "b": f"two / three / four (see {log / 'b.log'})",
+        "c": f"ended without result.json: no output (see {log / 'c.log'})",
+        "d": f"lr must be small (see {log / 'd.log'})",
     }
-    assert sorted(lines) == ["a: step 1", "e: step 1"]
+    assert lines == ["a: step 1"]
+    assert 0 < json.loads((log / "a.json").read_text())["seconds"] < 60
 
 
 def test_a_signal_reaches_every_process_of_the_runs_and_starts_no_other(tmp_path):
@@ -58,19 +67,19 @@ def test_a_signal_reaches_every_process_of_the_runs_and_starts_no_other(tmp_path
     first, *others = tasks(tmp_path, a=SAVES, b=SAVES, c=ENDS)
     in_a_shell = first._replace(command=["sh", "-c", '"$@"; true', "sh", *first.command])
     with pytest.raises(Stopped, match="SIGTERM with all its runs; --resume"):
-        list(run_side_by_side([in_a_shell, *others], tmp_path, 2, stop))
+        run([in_a_shell, *others], tmp_path, 2, stop)
     deadline = time.monotonic() + 5
-    while not (tmp_path / "a" / "saved").exists():  # its shell ends first
+    while not (first.folder / "saved").exists():  # its shell ends first
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert (tmp_path / "b" / "saved").exists()
-    assert not (tmp_path / "c" / "done").exists()
+    assert [(task.folder / "saved").exists() for task in others] == [True, False]
+    assert not others[1].result.exists()
 
 
 def test_the_death_of_a_process_is_told_and_a_second_interrupt_ends_all_at_once(tmp_path, monkeypatch):
     started, start = [], subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(start(*a, **k)) or started[-1])
-    ((_, reason),) = run_side_by_side(tasks(tmp_path, a=WAITS), tmp_path, 2, lambda _: started[0].kill())
+    (reason,) = run(tasks(tmp_path, a=WAITS), tmp_path, 2, lambda _: started[0].kill()).values()
     assert "ended by SIGKILL" in reason
     assert "--resume" in reason
 
@@ -79,7 +88,7 @@ def test_the_death_of_a_process_is_told_and_a_second_interrupt_ends_all_at_once(
         signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        list(run_side_by_side(tasks(tmp_path, b=WAITS), tmp_path, 2, interrupt))
+        run(tasks(tmp_path, b=WAITS), tmp_path, 2, interrupt)
     assert started[1].returncode == -signal.SIGKILL
 
 
@@ -101,20 +110,58 @@ def program(monkeypatch, folder, name, text):
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
-def test_jobs_are_submitted_as_an_array_and_a_refusal_is_told(tmp_path, monkeypatch):
+def test_each_run_has_gpus_of_its_own(tmp_path, monkeypatch):
+    """Of three GPUs one is in two parts; a run on two of the four takes the place of two."""
+    monkeypatch.setattr(launch, "cores", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    listed = "GPU 0: NVIDIA H100 (UUID: GPU-0a)\nGPU 1: NVIDIA H100 (UUID: GPU-1b)"
+    program(monkeypatch, tmp_path / "bin", "nvidia-smi", f"test $1 = -L && echo '{listed}'")
+    assert launch.gpus_here() == ["GPU-0a", "GPU-1b"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
+    assert launch.gpus_here() == ["3", "5"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    parts = f"{listed}\n  MIG 1g.10gb Device 0: (UUID: MIG-2c)\n  MIG 1g.10gb Device 1: (UUID: MIG-3d)"
+    program(monkeypatch, tmp_path / "bin", "nvidia-smi", f"echo '{parts}'")
+    tells = "import os, pathlib, time; time.sleep(0.5); p = pathlib.Path('{}', 'result.json')\n"
+    tells += "p.write_text(os.environ.get('CUDA_VISIBLE_DEVICES', 'none'))"
+    asked = {"a": {}, "b": {}, "both": {"gpus": 2}, "plain": {}}
+    work = [
+        task(tmp_path / "runs" / name, tells, **wishes)._replace(on_gpu=name != "plain")
+        for name, wishes in asked.items()
+    ]
+    run(work, tmp_path, 2)
+    assert [task.result.read_text() for task in work] == ["MIG-2c", "MIG-3d", "MIG-2c,MIG-3d", "none"]
+    run([task(tmp_path / "runs" / "alone", tells)._replace(on_gpu=True)], tmp_path, 1)
+    assert (tmp_path / "runs" / "alone" / "result.json").read_text() == "none"  # it may use them all
+
+
+def test_jobs_are_submitted_as_an_array_for_each_wish_and_a_refusal_is_told(tmp_path, monkeypatch):
     pytest.importorskip("submitit")
     monkeypatch.setattr(launch, "_GLANCE", 0.05)
     for name in ("srun", "squeue"):
         program(monkeypatch, tmp_path / "bin", name, "")
-    program(monkeypatch, tmp_path / "bin", "sbatch", f"cp $1 {tmp_path / 'script'}; echo Submitted batch job 7")
-    cluster = ClusterConfig(partition="wide", cpus=3, walltime=20, memory=4, sbatch={"qos": "low"})
-    reasons = dict(run_as_jobs(tasks(tmp_path, a=ENDS, b=ENDS), tmp_path, 2, cluster, lambda _: None))
-    assert [reason.partition(" ended")[0] for reason in reasons.values()] == ["job 7_0", "job 7_1"]
-    asked = {line.removeprefix("#SBATCH --") for line in (tmp_path / "script").read_text().splitlines()}
-    assert {"partition=wide", "cpus-per-task=3", "time=20", "mem=4G", "qos=low", "requeue", "array=0-1%2"} <= asked
+    submit = f"n=$(ls {tmp_path}/script* 2>/dev/null | wc -l); cp $1 {tmp_path}/script$n; echo Submitted batch job 7$n"
+    program(monkeypatch, tmp_path / "bin", "sbatch", submit)
+    wishes = {"partition": "wide", "cpus": 3, "walltime": 20, "memory": 4, "sbatch": {"qos": "low"}}
+    work = [task(tmp_path / "runs" / name, ENDS, **wishes, gpus=gpus) for name, gpus in (("a", 1), ("b", 8), ("c", 1))]
+    reasons = run(work, tmp_path, None, cluster="slurm")
+    assert {name: reason.partition(" ended")[0] for name, reason in reasons.items()} == {
+        **{"a": "job 70_0", "c": "job 70_1"},
+        "b": "job 71",
+    }
+
+    def asked(number):
+        text = (tmp_path / f"script{number}").read_text()
+        return {line.removeprefix("#SBATCH --") for line in text.splitlines()}
+
+    everywhere = {"partition=wide", "cpus-per-task=3", "time=20", "mem=4G", "qos=low", "requeue"}
+    assert everywhere | {"array=0-1%2", "gpus-per-node=1"} <= asked(0)
+    assert everywhere | {"gpus-per-node=8"} <= asked(1)
+    run(tasks(tmp_path, d=ENDS, e=ENDS, f=ENDS), tmp_path, 2, cluster="slurm")
+    assert "array=0-2%2" in asked(2)
     program(monkeypatch, tmp_path / "bin", "sbatch", "echo sbatch: error: invalid partition >&2; exit 1")
     with pytest.raises(ValueError, match=r"\[cluster\] must suit the cluster, but .*invalid partition"):
-        list(run_as_jobs(tasks(tmp_path, a=ENDS), tmp_path, 2, cluster, lambda _: None))
+        run(tasks(tmp_path, g=ENDS), tmp_path, 2, cluster="slurm")
 
 
 @pytest.fixture
@@ -135,7 +182,7 @@ def queue(tmp_path, monkeypatch):
     return file, submitted
 
 
-def test_jobs_are_followed_and_those_of_an_earlier_comparison_taken_up(tmp_path, queue):
+def test_jobs_are_followed_and_those_of_an_earlier_comparison_taken_up(tmp_path, queue, monkeypatch):
     file, submitted = queue
     work, lines = tasks(tmp_path, a=ENDS, b=ENDS), []
 
@@ -150,31 +197,41 @@ def test_jobs_are_followed_and_those_of_an_earlier_comparison_taken_up(tmp_path,
         elif line in steps:
             file.write_text(steps[line])
         if "requeued" in line:
-            (tmp_path / "a" / "done").touch()
+            work[0].result.touch()
         if line == "b: job 7_1 runs on node2":
             signal.raise_signal(signal.SIGTERM)
 
     with pytest.raises(Stopped, match="SIGTERM while jobs continue: --resume waits for them, 'scancel 7' ends them"):
-        list(run_as_jobs(work, tmp_path, 2, ClusterConfig(), go_on))
+        run(work, tmp_path, 2, go_on, cluster="slurm")
     assert lines[1:3] == ["a: job 7_0 runs on node1", "a: job 7_0 was requeued"]
 
     (tmp_path / "cluster" / "7_1_0_log.err").write_text("CUDA error: out of memory\n")
     file.write_text("7_1|RUNNING|0|node2|\n")
-    again = run_as_jobs(
-        work[1:], tmp_path, 2, ClusterConfig(), lambda line: file.write_text("") if "runs" in line else 0
-    )
-    ((index, reason),) = again
-    assert index == 0
-    assert reason.startswith("job 7_1 ended without its result: CUDA error: out of memory")
+    again = run(work[1:], tmp_path, 2, lambda line: file.write_text("") if "runs" in line else 0, cluster="slurm")
+    assert again["b"].startswith("job 7_1 ended without its result: CUDA error: out of memory")
     assert submitted == [["a", "b"]]
-    list(run_as_jobs(work[1:], tmp_path, 2, ClusterConfig(), lambda _: (tmp_path / "b" / "done").touch()))
+    run(work[1:], tmp_path, 2, lambda _: work[1].result.touch(), cluster="slurm")
     assert submitted == [["a", "b"], ["b"]]
+
+    # A comparison that stops at its first run cancels the others; runs that it adds are submitted meanwhile.
+    cancelled = tmp_path / "cancelled"
+    program(monkeypatch, tmp_path / "bin", "scancel", f"echo $* > {cancelled}")
+    waiting = deque(tasks(tmp_path, c=ENDS, d=ENDS))
+    with contextlib.closing(execute(waiting, tmp_path, GridConfig(cluster="slurm"), lambda _: None)) as ended:
+        (tmp_path / "runs" / "c" / "result.json").touch()
+        assert next(ended)[0].label == "c"
+        waiting.extend(tasks(tmp_path, e=ENDS))
+        (tmp_path / "runs" / "e" / "result.json").touch()
+        while next(ended)[0].label != "e":
+            pass
+    assert submitted[2:] == [["c", "d"], ["e"]]
+    assert cancelled.read_text() == "9_1\n"
 
 
 def test_a_preempted_job_saves_its_run_and_executes_the_same_again(tmp_path):
     pytest.importorskip("submitit")
-    run, again = task(tmp_path / "a", SAVES), []
-    job = SlurmJob(run.command, tmp_path / "a" / "done")
+    run, again = task(tmp_path / "runs" / "a", SAVES), []
+    job = SlurmJob(run.command, run.result, run.file(".json"))
 
     def preempt(*_):
         os.kill(job._number, signal.SIGUSR2)  # Slurm sends submitit's signal to the run, too
@@ -187,5 +244,5 @@ def test_a_preempted_job_saves_its_run_and_executes_the_same_again(tmp_path):
             job()
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert (tmp_path / "a" / "saved").exists()
-    assert vars(again[0].function) == {"_command": run.command, "_result": tmp_path / "a" / "done"}
+    assert (run.folder / "saved").exists()
+    assert vars(again[0].function) == {"_command": run.command, "_result": run.result, "_record": run.file(".json")}

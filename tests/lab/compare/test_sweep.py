@@ -1,81 +1,155 @@
-"""The order of runs, and what is said of them; runs are numbers here."""
+"""The order of runs, what is said of them, and how their results are read; the runs are a script's."""
 
 import json
+import shlex
+import sys
 
 import pytest
 
-from symexplin.lab.compare.grid import Cell, GridConfig
-from symexplin.lab.compare.sweep import Sweep
-from symexplin.lab.compare.table import Run
+from executors import in_process  # noqa: F401 (a fixture)
+from symexplin import cli
+from symexplin.lab.compare.comparison import Comparison
+from symexplin.lab.compare.grid import Cell
+from symexplin.lab.compare.sweep import read_run
 
-pytestmark = pytest.mark.usefixtures("undrawn")
+pytestmark = pytest.mark.usefixtures("undrawn", "in_process")
 
-# By seed 0 alone AdamW is best at 0.1 and SEL at 0.2; seeds 3 and 4 would choose otherwise.
-LOSSES = {("AdamW", 0.1): 2.0, ("AdamW", 0.2): 2.1, ("SEL", 0.1): 1.9, ("SEL", 0.2): 1.8}
-
-
-class Runs:
-    """Executes runs whose losses are known, and remembers which have ended."""
-
-    def __init__(self, folder, losses=LOSSES):
-        self.folder, self.losses, self.lines = folder, dict(losses), []
-        self.ended, self.executed, self.failing, self.unreadable = set(), [], {}, set()
-
-    def execute(self, left):
-        for index, (_, cell) in enumerate(left):
-            self.executed.append(cell)
-            if cell.variant not in self.failing:
-                self.ended.add(cell)
-            yield index, self.failing.get(cell.variant)
-
-    def read(self, path, cell):
-        assert path == self.folder / "runs" / cell.name
-        if cell in self.unreadable & self.ended:
-            raise ValueError("its file is damaged")
-        return Run(*cell, evals=((0, 5.0), (9, self.losses[cell[:2]]))) if cell in self.ended else None
-
-    def sweep(self, **grid):
-        settings = {"lrs": (0.1, 0.2), "seeds": (0,), "confirm_seeds": (3, 4), **grid}
-        return Sweep(self.folder, GridConfig(**settings), self.execute, self.read, self.lines.append)
+# By seed 0 alone plain is best at 0.1 and good at 0.2; seeds 3 and 4 would choose otherwise. Starts are counted.
+SCRIPT = """
+import json, pathlib, sys
+variant, lr, seed, out = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), pathlib.Path(sys.argv[4])
+starts = out / "starts"
+starts.write_text((starts.read_text() if starts.exists() else "") + "x")
+if variant.startswith("bad"):
+    print("one"), print("two")
+    sys.exit("no such thing" if variant == "bad" else 0)
+loss = {("plain", 0.1): 2.0, ("plain", 0.2): 2.1, ("good", 0.1): 1.9, ("good", 0.2): 1.8}[variant, lr]
+result = {"loss": loss + seed / 10 + (variant == "good" and seed) / 1000, "curve": [[0, 5.0], [50, 3.0], [100, 9.9]]}
+result |= {"seconds": 7.5} if variant == "good" else {}
+(out / "result.json").write_text(json.dumps(result))
+"""
+NAMES = [f"{variant}-lr{lr}-seed{{}}" for lr in (0.1, 0.2) for variant in ("plain", "good")]
 
 
-def cells(*places, seeds=(0,)):
-    return [Cell(*place, seed) for seed in seeds for place in places]
+@pytest.fixture
+def run(tmp_path, capsys):
+    """Compare by the command line, and return what was printed, or with `status=2` the error."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = shlex.join([sys.executable, str(script)]) + " {variant} {lr} {seed} {out}"
+
+    def run(*arguments, status=0, variants="plain good", lrs="0.1 0.2", resume=False, command=command):
+        capsys.readouterr()
+        own = ["--variants", *variants.split(), "--lrs", *lrs.split(), "--command", command]
+        own = [] if resume else own
+        words = ["compare", "--out", str(tmp_path / "out"), *own, *(["--resume"] if resume else []), *arguments]
+        assert cli.main(words) == status
+        said = capsys.readouterr()
+        return said.err if status else said.out.splitlines()
+
+    return run
 
 
-FIRST = cells(("AdamW", 0.1), ("SEL", 0.1), ("AdamW", 0.2), ("SEL", 0.2))
-SECOND = cells(("AdamW", 0.1), ("SEL", 0.1), ("SEL", 0.2), seeds=(3, 4))
+def started(out):
+    return {path.parent.name: path.read_text() for path in out.glob("runs/*/starts")}
 
 
-def test_the_second_stage_executes_what_the_first_has_chosen(tmp_path):
-    runs = Runs(tmp_path)
-    sweep = runs.sweep()
-    found = sweep.run()
-    assert runs.executed == [Cell(r.variant, r.lr, r.seed) for r in found] == FIRST + SECOND
-    assert "to confirm with 6 runs: AdamW at 0.1; SEL at 0.1 and 0.2" in runs.lines
-    assert runs.lines[0] == "1/4 AdamW lr 0.1 seed 0: loss 2.0000"
-    assert runs.lines[-1] == "6/6 SEL lr 0.2 seed 4: loss 1.8000"
-    content = sweep.conclude(found, {"unit": "", "maps": {}, "config": {}, "provenance": {}})
-    assert json.loads((tmp_path / "comparison.json").read_text()) == json.loads(json.dumps(content))
-    assert [run["stage"] for run in content["runs"]] == [1] * 4 + [2] * 6
-    assert content["runs"][-1]["folder"] == "runs/SEL-lr0.2-seed4"
-    assert (content["comparison"]["seeds"], content["comparison"]["confirm_seeds"]) == ((0, 3, 4), (3, 4))
-    assert content["headline"][-1] in (tmp_path / "report.html").read_text()
-    assert all(sentence in "\n".join(runs.lines) for sentence in content["headline"])
+def test_both_stages_run_in_order_and_the_result_is_told_saved_and_shown(run, tmp_path):
+    lines, out = run("--confirm-seeds", "3", "4"), tmp_path / "out"
+    assert lines[0].endswith("{out}; up to 10 runs")
+    assert lines[1] == "1/4 plain lr 0.1 seed 0: loss 2.0000"
+    assert lines[2] == "2/4 good lr 0.1 seed 0: loss 1.9000, 8 s"
+    assert "to confirm with 6 runs: plain at 0.1; good at 0.1 and 0.2" in lines
+    comparison = Comparison.load(out)
+    names = [comparison.folder_of(run).name for run in comparison.runs]
+    first = [name.format(0) for name in NAMES]
+    assert names == first + [name.format(seed) for seed in (3, 4) for name in (NAMES[0], NAMES[1], NAMES[3])]
+    assert started(out) == dict.fromkeys(names, "x")
+    assert (comparison.seeds, comparison.confirm_seeds) == ((0, 3, 4), (3, 4))
+    row = comparison.best[1]
+    assert (row.lr, row.deltas) == (0.2, pytest.approx((-0.2, -0.197, -0.196)))
+    assert row.speedup is not None  # the curve ends at the loss
+    assert all(sentence in lines for sentence in (*comparison.verdict, *comparison.notes))
+    page = (out / "report.html").read_text()
+    assert comparison.notes[-1] in page
+    assert "as the command reports it" in page
+    assert "nats" not in page
 
 
-def test_failing_runs_are_named_after_the_others_have_run(tmp_path):
-    """One was damaged before, one fails, one ends with a result that cannot be read."""
-    names = ("AdamW", "old", "bad", "odd", "good")
-    runs = Runs(tmp_path, {(variant, 0.1): 1.0 for variant in names})
-    runs.failing, runs.unreadable = {"bad": "one / two / three"}, set(cells(("old", 0.1), ("odd", 0.1)))
-    runs.ended = set(cells(("old", 0.1)))
-    with pytest.raises(ChildProcessError, match=r"^2/5 old lr 0\.1 seed 0: its file is damaged; 2 more failed: see"):
-        runs.sweep(variants=names, lrs=(0.1,), confirm_seeds=()).run()
-    assert runs.lines == [
-        "failed: 2/5 old lr 0.1 seed 0: its file is damaged",
-        "1/5 AdamW lr 0.1 seed 0: loss 1.0000",
-        "failed: 3/5 bad lr 0.1 seed 0: one / two / three",
-        "failed: 4/5 odd lr 0.1 seed 0: its file is damaged",
-        "5/5 good lr 0.1 seed 0: loss 1.0000",
-    ]
+def test_a_resumed_comparison_runs_what_is_new_and_measured_times_stay(run, tmp_path):
+    run()
+    out = tmp_path / "out"
+    (out / "processes").mkdir(exist_ok=True)
+    (out / "processes" / f"{NAMES[0].format(0)}.json").write_text('{"seconds": 3.25}')
+    assert "which has a comparison: add --resume" in run(status=2)
+    lines = run("--seeds", "0", "1", resume=True)
+    assert "1/8 plain lr 0.1 seed 0: loss 2.0000, 3 s (already there)" in lines
+    assert set(started(out)) == {name.format(seed) for seed in (0, 1) for name in NAMES}
+    assert set(started(out).values()) == {"x"}
+    seconds = {(r.variant, r.lr, r.seed): r.seconds for r in Comparison.load(out).runs}
+    assert (seconds["plain", 0.1, 0], seconds["good", 0.1, 0], seconds["plain", 0.2, 0]) == (3.25, 7.5, None)
+    assert "command must be that of the folder" in run("--resume", status=2, command="true {variant} {lr} {seed} {out}")
+
+
+@pytest.mark.parametrize(("variant", "reason"), [("bad", "no such thing"), ("bad0", "ended without result.json: two")])
+def test_the_first_run_without_a_result_stops_the_comparison_and_a_later_one_is_named(run, tmp_path, variant, reason):
+    error = run(status=2, variants=f"{variant} good plain")
+    assert f"1/6 {variant} lr 0.1 seed 0: {reason}" in error
+    assert str(tmp_path / "out" / "runs" / f"{variant}-lr0.1-seed0" / "result.json") in error
+    assert '{"loss": 2.31, "curve": [[100, 3.02], [200, 2.31]]}' in error
+    assert list(started(tmp_path / "out")) == [f"{variant}-lr0.1-seed0"]
+    error = run("--variants", "good", variant, "plain", "--baseline", "plain", status=2, resume=True)
+    assert f"error: 2/6 {variant} lr 0.1 seed 0: {reason}; 1 more failed: see above" in error
+    assert len(started(tmp_path / "out")) == 6
+    run("--variants", "good", "plain", resume=True)
+    counts = {name: count for name, count in started(tmp_path / "out").items() if not name.startswith("bad")}
+    assert set(counts.values()) == {"x"}  # those that ended well are not run again
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{}", "KeyError"),
+        ("[2.3]", "TypeError"),
+        ('{"loss": "2.3"}', "'2.3' is not a number"),
+        ('{"loss": true}', "True is not a number"),
+        ('{"loss": 2.3', "Expecting ',' delimiter"),
+        ('{"loss": 2.3, "curve": [2.3]}', "TypeError"),
+        ('{"loss": 2.3, "curve": [[0, 1.0], [0, 2.0]]}', "steps do not increase"),
+    ],
+)
+def test_a_result_that_cannot_be_read_is_named(tmp_path, text, said):
+    (tmp_path / "result.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"/result\.json' must be like .* \(the curve may be missing\), but .*{said}"):
+        read_run(tmp_path, Cell("good", 0.1, 0))
+
+
+@pytest.mark.parametrize(
+    ("text", "loss", "error", "curve"),
+    [
+        ('{"loss": 0.5, "curve": [[0, 0.6], [10.0, NaN]]}', 0.5, None, ((0, 0.6), (10, 0.5))),
+        ('{"loss": 1, "seconds": 3}', 1.0, None, ((0, 1.0),)),
+        ('{"loss": NaN, "curve": [[5, 3.0]]}', None, "loss is nan", ((5, 3.0),)),
+        ('{"error": "step 3: loss is inf", "step": 3, "curve": [[0, 5.5]]}', None, "step 3: loss is inf", ((0, 5.5),)),
+    ],
+)
+def test_a_run_may_say_little_or_that_it_diverged(tmp_path, text, loss, error, curve):
+    (tmp_path / "result.json").write_text(text)
+    run = read_run(tmp_path, Cell("good", 0.1, 0))
+    assert (run.loss, run.error, run.curve, run.seconds) == (loss, error, curve, 3.0 if "seconds" in text else None)
+
+
+def test_a_damaged_result_and_a_baseline_that_is_finite_nowhere_are_named_and_may_be_mended(run, tmp_path):
+    run(lrs="0.2")
+    good, plain = (
+        tmp_path / "out" / "runs" / f"{variant}-lr0.2-seed0" / "result.json" for variant in ("good", "plain")
+    )
+    good.write_text("{")
+    assert f"'{good}' must be like " in run(status=2, resume=True)
+    good.unlink()
+    plain.write_text(json.dumps({"loss": float("inf")}))
+    error = run(status=2, resume=True)
+    assert "no learning rate of plain stayed finite" in error
+    assert "added to --lrs 0.2 " in error
+    run("--lrs", "0.1", "0.2", resume=True)
+    assert Comparison.load(tmp_path / "out").shared_lr == 0.1

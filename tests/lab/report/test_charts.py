@@ -1,4 +1,4 @@
-import json
+import dataclasses
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
@@ -6,6 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from drawn import lines
+from symexplin.lab.compare.comparison import Comparison
 from symexplin.lab.report import charts as module
 from symexplin.lab.report.charts import Line, chart, comparison_figures, draw_losses, draw_sweep, panel, sheet
 from table_folders import comparison
@@ -55,8 +56,10 @@ LABELS = {"AdamW": "the baseline", "SEL": "curved"}
 CELLS = [("AdamW", 0.01), ("SEL", 0.01)]
 
 
-def loaded(folder, **options):
-    return json.loads((comparison(folder, **options) / "comparison.json").read_text())
+def loaded(folder, change=dataclasses.replace, **options):
+    """Return a comparison whose runs are changed."""
+    whole = Comparison.load(comparison(folder, **options))
+    return dataclasses.replace(whole, runs=tuple(map(change, whole.runs)))
 
 
 def drawn_by(draw, *arguments, **options):
@@ -76,10 +79,11 @@ def test_curves_are_the_mean_over_the_seeds_with_a_band(tmp_path):
 
 
 def test_early_losses_are_left_out_and_seeds_with_steps_of_their_own_drawn_one_by_one(tmp_path):
-    content = loaded(tmp_path, seeds=(0, 1), unit="bits")
-    for run in content["runs"]:
-        steps = (0, 20, 50, 100) if run["seed"] else (0, 10, 50, 60, 100)
-        run["evals"] = [[step, 9.0 - step / 100] for step in steps]
+    def of_its_own(run):
+        steps = (0, 20, 50, 100) if run.seed else (0, 10, 50, 60, 100)
+        return dataclasses.replace(run, curve=tuple((step, 9.0 - step / 100) for step in steps))
+
+    content = loaded(tmp_path, of_its_own, seeds=(0, 1), unit="bits")
     axes, drawn = drawn_by(draw_losses, content, CELLS, LABELS)
     line = drawn["curved, lr 0.01"]
     assert list(line.get_xdata()) == [50, 60, 100]
@@ -92,16 +96,14 @@ def test_early_losses_are_left_out_and_seeds_with_steps_of_their_own_drawn_one_b
 
 def test_a_sweep_has_the_mean_where_all_seeds_ran_and_every_seed_as_a_point(tmp_path):
     content = loaded(tmp_path, seeds=(0, 1, 2), broken=("SEL", 0.01, 1))
-    for run in content["runs"]:
-        run["stage"] = 1 + (run["seed"] == 2)
+    content = dataclasses.replace(content, confirm_seeds=(2,))
     axes, means = drawn_by(draw_sweep, content, LABELS, {"AdamW": 1.0, "SEL": 2.0})
     assert means["the baseline"].get_xydata() == pytest.approx(np.array([[0.001, 2.25], [0.01, 2.05]]))
     assert means["curved"].get_xydata() == pytest.approx(np.array([[0.002, 2.35]]))  # no mean where one broke down
     points = [line for line in axes.lines if line.get_linestyle() == "None"]
     assert [len(line.get_xdata()) for line in points] == [6, 5]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0.001", "0.01"]
-    for run in content["runs"]:
-        run["final_loss"] = None
+    content = loaded(tmp_path, lambda run: dataclasses.replace(run, error="step 1: loss is nan"))
     assert list(drawn_by(draw_sweep, content, LABELS)[1]) == [f"{label}: no run finite" for label in LABELS.values()]
     assert drawn_by(draw_losses, content, [("AdamW", 0.01), ("SEL", None)], LABELS)[1] == {}
 
@@ -113,7 +115,5 @@ def test_a_page_has_curves_at_the_best_rates_if_they_differ(tmp_path, monkeypatc
     shared, best, sweep = comparison_figures(loaded(tmp_path, final=2.4))
     assert (shared.svg.keywords["cells"], best.svg.keywords["cells"]) == (CELLS, [CELLS[0], ("SEL", 0.001)])
     assert "own best learning rate" in best.caption
-    content = loaded(tmp_path)
-    for run in content["runs"]:
-        run["evals"] = run["evals"][-1:]  # a command that reports no curve
+    content = loaded(tmp_path, lambda run: dataclasses.replace(run, curve=run.curve[-1:]))  # a command without curves
     assert [figure.caption for figure in comparison_figures(content)] == [sweep.caption]

@@ -1,10 +1,8 @@
-import json
-
 import pytest
 
 import symexplin as sel
 from pages import Page
-from symexplin.lab.files import write_json
+from symexplin.lab.compare.comparison import Comparison
 from symexplin.lab.report.pages import report_comparison
 from table_folders import comparison
 
@@ -37,9 +35,12 @@ def test_the_tables_of_a_comparison_hold_the_numbers_and_the_map(tmp_path):
     assert ["map of AdamW", "ordinary weights"] in page.rows
     told = "curved in the modules; mismatch, beta 2.652, l 0.3535, e learned (row, k 30 to 10), mismatched start"
     assert ["map of SEL", told] in page.rows
-    for sentence in json.loads((tmp_path / "comparison.json").read_text())["headline"]:
-        assert sentence in page.text
-    assert "One seed: a demonstration, not evidence." in page.text
+    found = Comparison.load(tmp_path)
+    before, _, after = page.text.partition("<svg")[0].partition("Loss at the shared learning rate")
+    assert all(sentence in before for sentence in found.verdict)
+    assert all(sentence in after for sentence in found.notes)
+    assert len(found.verdict) == 2
+    assert "One seed is no evidence" in before
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -48,28 +49,14 @@ def test_seeds_have_a_spread_and_differences(tmp_path):
     assert ["AdamW", "0.01", "2.1000 ± 0.1000", "–", "–", "2,000", "12.0"] in page.rows
     deltas = "+0.4000+0.4000, +0.4000, +0.4000"  # the mean, and below it each seed
     assert ["SEL", "0.01", "2.5000 ± 0.1000", deltas, "not reached", "2,000", "12.0"] in page.rows
-    assert "3 seeds." in page.text
     assert "as the command reports it" in page.text  # no unit
     assert "not evidence" not in page.text
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_what_has_no_number_has_words_or_a_dash(tmp_path):
-    folder = comparison(tmp_path, seeds=(0, 1), broken=("SEL", 0.01, 1), more={"broken": None})
-    found = json.loads((folder / "comparison.json").read_text())
-    found["comparison"]["shared"][1]["reached"] = 1
-    write_json(folder / "comparison.json", found)
-    page = Page(report_comparison(folder))
-    assert page.titles == ["Result", "Curves", "All runs", "Where it comes from"]  # no sample
+    page = Page(report_comparison(comparison(tmp_path, seeds=(0, 1), broken=("SEL", 0.01, 1), more={"broken": None})))
+    assert page.titles == ["Result", "All runs", "Where it comes from"]  # no sample
     assert ["SEL", "0.01", "1", "step 3: loss is nan"] in page.rows
     assert ["SEL", "0.01", "finite in 1 of 2", "–-0.5000, –", "reached in 1 of 2", "2,000", "12.0"] in page.rows
     assert ["broken", "–", "not finite", "––, –", "–", "–", "–"] in page.rows
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_a_folder_without_a_result_and_a_damaged_one_are_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"has no comparison\.json: finish the comparison with --resume"):
-        report_comparison(tmp_path)
-    write_json(tmp_path / "comparison.json", {})
-    with pytest.raises(ValueError, match=r"comparison\.json' is damaged, or .*: it lacks '"):
-        report_comparison(tmp_path)

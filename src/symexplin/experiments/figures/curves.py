@@ -16,10 +16,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import symexplin as sel
-from symexplin.experiments.comparison import Evidence, Row
 from symexplin.experiments.figures.sources import comparisons, run_config
 from symexplin.lab.build import build_model
-from symexplin.lab.compare.interval import Interval
+from symexplin.lab.compare.comparison import Comparison, Row
 from symexplin.lab.config import RunConfig
 from symexplin.lab.report.charts import (
     COLORS,
@@ -46,27 +45,33 @@ _ENTRY = 0.25  # inches of a row of a legend
 _HATCHED: dict[str, Any] = {"facecolor": "white", "hatch": "///"}
 
 
-def _draw_rows(axes: Axes, compared: Evidence, title: str, rows: Sequence[Row], **options: float) -> None:
-    cells = [(row["variant"], row["lr"]) for row in rows]
+def _draw_rows(axes: Axes, compared: Comparison, title: str, rows: Sequence[Row], **options: float) -> None:
+    cells = [(row.variant, row.lr) for row in rows]
     labels = {variant: compared.label(variant) for variant in compared.variants}
-    draw_losses(axes, title, compared.found, cells, labels, **options)
+    draw_losses(axes, title, compared, cells, labels, **options)
 
 
-def _title(compared: Evidence) -> str:
-    return "{}: width {}, depth {}".format(compared.name, *compared.size)
+def _size(compared: Comparison) -> tuple[int, int]:
+    """Return width and depth of the model."""
+    model = compared.facts["config"]["model"]
+    return model["width"], model["depth"]
+
+
+def _title(compared: Comparison) -> str:
+    return "{}: width {}, depth {}".format(compared.folder.resolve().name, *_size(compared))
 
 
 def _gap(row: Row) -> str:
     """Return the final difference to the baseline with half of its 99% interval."""
-    if row["delta"] is None:
+    if row.delta is None or row.interval is None:
         return "not finite"
-    width = Interval(row["deltas"]).detectable
-    return f"{row['delta']:+.4f}".replace("-", "−") + ("" if math.isinf(width) else f" ± {width:.4f}")
+    width = row.interval.detectable
+    return f"{row.delta:+.4f}".replace("-", "−") + ("" if math.isinf(width) else f" ± {width:.4f}")
 
 
 def loss_curves(sources: Sequence[Path]) -> Figure:
     """Draw baseline and best variant by width and depth, with the final gap."""
-    panels = sorted(comparisons(sources), key=lambda compared: compared.size)
+    panels = sorted(comparisons(sources), key=_size)
     figure, places = sheet(len(panels), min(_ABREAST, len(panels)))
     for axes, compared in zip(places, panels, strict=True):
         best = compared.leader(compared.variants[1:])
@@ -88,23 +93,23 @@ def mechanism_ablations(sources: Sequence[Path]) -> Figure:
     return figure
 
 
-def _draw_bars(axes: Axes, compared: Evidence) -> None:
+def _draw_bars(axes: Axes, compared: Comparison) -> None:
     """Draw a full bar at a variant's own best learning rate, a hatched one at the shared rate, points for seeds."""
     _, *variants = zip(compared.rows("best"), compared.rows("shared"), strict=True)
-    variants.sort(key=lambda rows: math.inf if rows[0]["delta"] is None else rows[0]["delta"])
+    variants.sort(key=lambda rows: math.inf if rows[0].delta is None else rows[0].delta)
     for place, (best, shared) in enumerate(variants):
-        color = COLORS[compared.variants.index(best["variant"]) % len(COLORS)]
+        color = COLORS[compared.variants.index(best.variant) % len(COLORS)]
         looks = [(best, {"color": color}), (shared, {"edgecolor": color, **_HATCHED})]
-        for aside, (row, look) in enumerate(looks[: 1 if best["lr"] == shared["lr"] else 2]):
+        for aside, (row, look) in enumerate(looks[: 1 if best.lr == shared.lr else 2]):
             y = place + _BAR * aside
-            if row["delta"] is not None:
-                axes.barh(y, row["delta"], _BAR, **look)
-                axes.plot(row["deltas"], [y] * len(row["deltas"]), "o", color="black", markersize=3.5)
+            if row.delta is not None:
+                axes.barh(y, row.delta, _BAR, **look)
+                axes.plot(np.array(row.deltas), [y] * len(row.deltas), "o", color="black", markersize=3.5)
             axes.annotate(_gap(row), (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=10.5)
     # The legend is gray, as colors are those of the variants.
     axes.fill_between([], [], [], color=GUIDE_LINE["color"], label="own best learning rate")
     axes.fill_between([], [], [], edgecolor=GUIDE_LINE["color"], label="shared learning rate, if another", **_HATCHED)
-    labels = [textwrap.fill(compared.label(best["variant"]), _WRAP) for best, _ in variants]
+    labels = [textwrap.fill(compared.label(best.variant), _WRAP) for best, _ in variants]
     axes.set_yticks(range(len(variants)), labels)
     axes.set_ylim(len(variants) - 0.3, -0.7)  # the best at the top
     axes.ticklabel_format(axis="x", style="plain")  # a power of ten would lie over the label
@@ -120,7 +125,7 @@ def optimizer_equivalence(sources: Sequence[Path]) -> Figure:
     homes = _homes(compared)
     figure, (left, right) = sheet(2, 2, (5.4, 4.4))
     _draw_rows(left, compared, _title(compared), homes)
-    module, optimizer = (compared.runs(row["variant"], row["lr"]) for row in homes)
+    module, optimizer = (compared.finite(row.variant, row.lr) for row in homes)
     gaps = {
         seed: np.array(run.curve) - np.array(module[seed].curve) for seed, run in optimizer.items() if seed in module
     }
@@ -133,11 +138,11 @@ def optimizer_equivalence(sources: Sequence[Path]) -> Figure:
     return figure
 
 
-def _homes(compared: Evidence) -> tuple[Row, Row]:
+def _homes(compared: Comparison) -> tuple[Row, Row]:
     """Return the shared rows of the first two variants that differ only in the home of the map."""
-    maps = compared.found["maps"]
+    maps = compared.maps
     for rows in itertools.permutations(compared.rows("shared"), 2):
-        module, optimizer = (maps[row["variant"]] for row in rows)
+        module, optimizer = (maps[row.variant] for row in rows)
         if module and optimizer and module["home"] == "module" and {**module, "home": "optimizer"} == optimizer:
             return rows
     homes = ", ".join(f"{variant}: {curve and curve['home']}" for variant, curve in maps.items())
@@ -147,28 +152,28 @@ def _homes(compared: Evidence) -> tuple[Row, Row]:
 def lr_annealing(sources: Sequence[Path]) -> Figure:
     """Draw late losses, and the mean scales during training."""
     compared = comparisons(sources)[0]
-    annealed = next((row for row in compared.rows("best") if row["lr"] and _is_annealed(compared, row)), None)
+    annealed = next((row for row in compared.rows("best") if row.lr and _is_annealed(compared, row)), None)
     if annealed is None:
         variants = ", ".join(compared.variants)
         raise ValueError(f"sources must name a comparison with a variant whose scales are annealed, got {variants}")
     figure, (left, right) = sheet(2, 2, (5.4, 4.4))
     _draw_rows(left, compared, f"Loss after {100 * _LATE:.0f}% of the steps", compared.rows("best"), early=_LATE)
-    variant, lr = annealed["variant"], annealed["lr"]
+    variant, lr = annealed.variant, annealed.lr or 0.0
     title = f"Mean scales: {compared.label(variant)}, lr {lr:g}"
     panel(right, title, STEPS, "scale", _trajectories(compared, variant, lr))
     return figure
 
 
-def _is_annealed(compared: Evidence, row: Row) -> bool:
-    config = compared.map_of(row["variant"])
+def _is_annealed(compared: Comparison, row: Row) -> bool:
+    config = compared.map_of(row.variant)
     return config is not None and any(len(set(getattr(config, role).k)) > 1 for role in config.learned_roles)
 
 
-def _trajectories(compared: Evidence, variant: str, lr: float) -> list[Line]:
+def _trajectories(compared: Comparison, variant: str, lr: float) -> list[Line]:
     """Return the means of e, l and m at each evaluation, in units of their start and over the seeds."""
     lines = []
     for style, role in enumerate(("e", "l", "m")):
-        seeds = [run.scale_means(role) for run in compared.runs(variant, lr).values()]
+        seeds = [compared.scale_means(run, role) for run in compared.finite(variant, lr).values()]
         if all(seeds):
             means = [[mean for _, mean in seed] for seed in seeds]
             label = f"mean {role}, ends at {np.mean([mean[-1] for mean in means]):.3f}"
@@ -186,12 +191,12 @@ def learning_rates(sources: Sequence[Path]) -> Figure:
     most = max(len(compared.variants) for compared in panels)
     figure, places = sheet(2 * len(panels), 2, (6.8, 3.8 + _ENTRY * most))
     for compared, left, right in zip(panels, places[::2], places[1::2], strict=True):
-        folders = {run["variant"]: compared.folder / run["folder"] for run in compared.found["runs"]}
+        folders = {run.variant: compared.folder_of(run) for run in compared.runs}
         slopes = {variant: start_slope(run_config(folders[variant])) for variant in compared.variants}
         labels = {variant: f"{compared.label(variant)} (× {slope:.2f})" for variant, slope in slopes.items()}
-        draw_sweep(left, _title(compared), compared.found, labels, about="map (× slope)")
+        draw_sweep(left, _title(compared), compared, labels, about="map (× slope)")
         x_label = "peak learning rate × mean slope at the start (log scale)"
-        draw_sweep(right, _title(compared), compared.found, labels, slopes, x_label, about="map (× slope)")
+        draw_sweep(right, _title(compared), compared, labels, slopes, x_label, about="map (× slope)")
     return figure
 
 

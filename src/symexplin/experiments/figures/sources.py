@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from symexplin.curve import Curved, Map
-from symexplin.experiments.comparison import Evidence
-from symexplin.experiments.tables import PANELS, TABLE, read_table
+from symexplin.experiments.tables import TABLE, read_table
 from symexplin.lab.build import Built, build
 from symexplin.lab.checkpoint import load_optimizer, newest_intact
+from symexplin.lab.compare.comparison import Comparison
 from symexplin.lab.compare.grid import COMPARISON
 from symexplin.lab.config import RunConfig
 from symexplin.lab.files import read_json
@@ -39,12 +39,12 @@ __all__ = [
 LIMIT = 1_000_000
 
 
-def comparisons(sources: Sequence[Path]) -> list[Evidence]:
+def comparisons(sources: Sequence[Path]) -> list[Comparison]:
     """Return the comparisons of folders: of comparisons, or of tables with their finished panels in order."""
-    compared: list[Evidence] = []
+    compared: list[Comparison] = []
     for source in sources:
         if (source / TABLE).exists():
-            compared += [panel for panel in read_table(source).panels if panel.found]
+            compared += [panel.comparison for panel in read_table(source).panels if panel.comparison]
         elif (source / COMPARISON).exists():
             compared.append(_comparison(source))
         else:
@@ -55,15 +55,12 @@ def comparisons(sources: Sequence[Path]) -> list[Evidence]:
     return compared
 
 
-def _comparison(source: Path) -> Evidence:
-    """Return a comparison, with the labels of its table if it is a panel."""
-    folder, content = source.resolve(), read_json(source / COMPARISON)
-    if "command" in content.get("config", {}):
+def _comparison(source: Path) -> Comparison:
+    comparison = Comparison.load(source)
+    if "command" in comparison.facts["config"]:
         wanted = "comparisons of the laboratory's own runs"
         raise ValueError(f"sources must name {wanted}, got a comparison of a command, {str(source)!r}")
-    table = folder.parent.parent / TABLE
-    labels = read_json(table)["labels"] if folder.parent.name == PANELS and table.exists() else {}
-    return Evidence(folder.name, source, content, labels=labels)
+    return comparison
 
 
 def is_run(source: Path) -> bool:
@@ -86,7 +83,7 @@ def run_of(source: Path, curved: bool) -> Path:
     if row is None:
         kind = "curved variant" if curved else "baseline"
         raise ValueError(f"sources must name a comparison with a {kind} that stayed finite, got {str(source)!r}")
-    return next(iter(compared.runs(row["variant"], row["lr"]).values())).folder
+    return compared.folder_of(next(iter(compared.finite(row.variant, row.lr).values())))
 
 
 def run_config(folder: Path) -> RunConfig:

@@ -12,12 +12,12 @@ from symexplin.lab.settings import Count, Pairs, Positive, Schema, Whole, from_t
 from symexplin.validation import check_choice, naming
 
 __all__ = [
-    *("VARIANTS", "BASELINE", "COMPARISON", "CONFIG", "DEMO", "RUNS"),
+    *("BASELINE", "COMPARISON", "CONFIG", "DEMO", "PROCESSES", "RUNS", "VARIANTS"),
     *("Cell", "ClusterConfig", "CompareConfig", "GridConfig"),
 ]
 
-# Files of a comparison's folder: its configuration, its result, and the folders of its runs.
-CONFIG, COMPARISON, RUNS = "compare.toml", "comparison.json", "runs"
+# Files of a comparison's folder: its configuration, its result, the folders of its runs, and files of their processes.
+CONFIG, COMPARISON, RUNS, PROCESSES = "compare.toml", "comparison.json", "runs", "processes"
 # The first file in the folder of a demo, which becomes that of its comparison.
 DEMO = ".symexplin-demo"
 
@@ -27,15 +27,15 @@ _SHORT_RUN = {"pattern": "row_col_mult", "k": [0.003, 0.001], "base_lr": 1.0}
 # What each named variant changes in the table [sel].
 VARIANTS: dict[str, dict[str, Any]] = {
     BASELINE: {"home": "none"},
-    "SEL": {"preset": "default"},
-    "SEL-learned": {"preset": "default", "map": {"mode": "mismatch", "e": _SHORT_RUN, "l": _SHORT_RUN}},
-    "SEL-paper": {"preset": "paper"},
-    "SEL-fixed-curvature": {"preset": "fixed_curvature"},
-    "SEL-frozen": {"preset": "frozen"},
-    "SEL-congruent": {"preset": "congruent"},
-    "SEL-exp-only": {"preset": "exp_only"},
-    "SEL-module": {"home": "module", "preset": "paper"},
+    "default": {"preset": "default"},
+    "learned": {"preset": "default", "map": {"mode": "mismatch", "e": _SHORT_RUN, "l": _SHORT_RUN}},
+    "paper": {"preset": "paper"},
+    "paper-init": {"preset": "paper", "start": "mismatched"},
+    "module": {"home": "module", "preset": "paper"},
+    **{preset: {"preset": preset} for preset in ("fixed_curvature", "frozen", "congruent", "exp_only")},
 }
+# The names in words of those that need some, everywhere.
+LABELS = {"paper": "paper's method", "paper-init": "paper's method with its initialization"}
 
 # The key of [sel] that all curved variants share; the variants set the others.
 _SHARED = "anneal_steps"
@@ -67,23 +67,24 @@ class GridConfig(Schema):
     """Which runs to compare, and where they are executed.
 
     Args:
-        variants: what to compare: AdamW, SEL (the default map), SEL-learned (mismatch, e and l learned), SEL-paper,
-            SEL-fixed-curvature, SEL-frozen, SEL-congruent, SEL-exp-only, SEL-module (the paper's form), or
-            [variant.NAME] tables of your own.
+        variants: what to compare: AdamW, default, learned (mismatch, e and l learned), paper (the paper's method),
+            paper-init (with its initialization), module (the paper's form), fixed_curvature, frozen, congruent,
+            exp_only, or [variant.NAME] tables of your own.
         lrs: peak learning rates; every variant trains at each.
         seeds: of the initial weights and of the order of the data; every variant trains at each learning rate with
             each.
-        jobs: runs at a time. On one machine each has its share of the cores.
+        jobs: runs at a time. On one machine each has its share of the cores, and of the GPUs. Default: 1 here, no limit
+            on a cluster.
         cluster: "slurm" submits the runs as jobs, which [cluster] describes; "none" trains them on this machine.
         baseline: the variant that the others are compared with. Default: AdamW, or the first variant.
         confirm_seeds: seeds of a second stage. In it every variant trains at its best learning rate of the first stage
             and at the baseline's. Tables are over the seeds of both stages.
     """
 
-    variants: tuple[str, ...] = (BASELINE, "SEL")
+    variants: tuple[str, ...] = (BASELINE, "default")
     lrs: tuple[Positive, ...] = (1.5e-3, 3e-3, 6e-3)
     seeds: tuple[Whole, ...] = (0,)
-    jobs: Count = 1
+    jobs: Count | None = None
     baseline: str = ""
     confirm_seeds: tuple[Whole, ...] = ()
     cluster: Literal["none", "slurm"] = "none"
@@ -134,13 +135,13 @@ class GridConfig(Schema):
 
 @dataclass(frozen=True)
 class ClusterConfig(Schema):
-    """What each run asks of the cluster, with `--cluster slurm`.
+    """What each run asks of the cluster, with `--cluster slurm`; here the number of GPUs alone counts.
 
     Args:
         partition: of the cluster; its default if not given.
         account: to charge; the user's default if not given.
         walltime: minutes per job; a run that needs more is requeued and resumes from its checkpoint.
-        gpus: GPUs per run; several train it together under torchrun.
+        gpus: GPUs per run; several train it together under torchrun. Default: 1 if the runs' device is cuda, else 0.
         cpus: CPU cores per run, and threads where no GPU trains.
         memory: GiB per run; the cluster's default if not given.
         sbatch: any other option of sbatch, such as qos=high constraint=a100.
@@ -149,7 +150,7 @@ class ClusterConfig(Schema):
     partition: str | None = None
     account: str | None = None
     walltime: Count = 240
-    gpus: Whole = 0
+    gpus: Whole | None = None
     cpus: Count = 4
     memory: Count | None = None
     sbatch: Pairs = field(default_factory=dict)
@@ -181,11 +182,11 @@ class CompareConfig(RunConfig):
                 f"[sel] must be left to the variants in a comparison, but for {_SHARED}: use [variant.NAME]"
             )
         for name, table in self.variant.items():
-            if name in VARIANTS or not re.fullmatch(r"[\w+-]+", name):
+            if name == BASELINE or not re.fullmatch(r"[\w+-]+", name):
                 raise ValueError(f"variant must have a new name of letters, digits, '+', '-' and '_', got {name!r}")
             if not isinstance(table, dict):
                 raise ValueError(f"[variant.{name}] must be a table, got {table!r}")
-        known = [*VARIANTS, *self.variant]
+        known = {**VARIANTS, **self.variant}
         for name in (*self.compare.variants, *self.variant):
             check_choice("variants", name, known)
             self.run(Cell(name, TrainConfig.lr, TrainConfig.seed))
@@ -198,7 +199,7 @@ class CompareConfig(RunConfig):
     def run(self, cell: Cell) -> RunConfig:
         """Return the configuration of one run."""
         with naming(f"variant {cell.variant}"):
-            table = self.variant[cell.variant] if cell.variant in self.variant else VARIANTS[cell.variant]
+            table = {**VARIANTS, **self.variant}[cell.variant]
             for name, allowed in _CHANGES.items():
                 changes = table.get(name, {})
                 if not isinstance(changes, Mapping) or changes.keys() - set(allowed):
@@ -216,6 +217,11 @@ class CompareConfig(RunConfig):
     def example(self, variant: str) -> RunConfig:
         """Return the configuration of one run of a variant."""
         return self.run(Cell(variant, self.compare.lrs[0], self.compare.seeds[0]))
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The names in words of the variants that have one."""
+        return {name: text for name, text in LABELS.items() if name not in self.variant}
 
     def table(self) -> dict[str, Any]:
         """Return the configuration as a table to save, without the keys that its grid and its variants set."""

@@ -1,4 +1,4 @@
-"""Where the runs of a comparison are executed: in processes of this machine, or as jobs of Slurm.
+"""Where runs are executed: each is a command, in a process of this machine or as a job of Slurm.
 
 Submitit runs only the Slurm jobs. Its local processes outlive a killed comparison, which cannot find them again; they
 ignore SIGTERM, so that they could not save a run; and all of them start at once.
@@ -7,58 +7,68 @@ ignore SIGTERM, so that they could not save a run; and all of them start at once
 import contextlib
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from symexplin.lab.compare.grid import ClusterConfig, GridConfig
-from symexplin.lab.files import read_json, write_json
+from symexplin.lab.compare.grid import PROCESSES, ClusterConfig, GridConfig
+from symexplin.lab.files import replace_file, write_json
+from symexplin.lab.folders import RESULT
 from symexplin.lab.process import StopSignals, end_with_parent
 from symexplin.lab.provenance import cores
 
-__all__ = [
-    *("PROCESSES", "Ended", "SlurmJob", "Task"),
-    *("check_executor", "execute", "run_as_jobs", "run_side_by_side", "threads_each"),
-]
+__all__ = ["Ended", "SlurmJob", "Task", "check_executor", "execute", "gpus_here", "threads_each"]
 
 Echo = Callable[[str], None]
-# The number of a task whose run has ended, and why it failed, if it did.
-Ended = tuple[int, str | None]
 
-# Folders of a comparison: files of each process; those of submitit.
-PROCESSES, _CLUSTER = "processes", "cluster"
-
+_CLUSTER = "cluster"  # folder for the files of submitit
 _TICK = 0.2  # seconds between looks at signals and lines
 _GLANCE = 10.0  # seconds between questions to Slurm
 _GLANCES = 3  # after which a job that has ended without its result is taken for lost
 _RESTARTS = 1000  # at the end of a job's time
-_JOBS = "jobs.json"  # {name of a run's folder: number of its latest job}
 
 
 class Task(NamedTuple):
-    """A run to execute by a command; it has ended when the file `result` is in its folder."""
+    """A run to execute: it has ended when result.json is in its folder.
+
+    `cluster` is what it asks for, `on_gpu` whether a process of this machine may be given a GPU of its own, and `work`
+    how long it takes beside others.
+    """
 
     label: str
     folder: Path
-    result: str
     command: list[str]
+    cluster: ClusterConfig = ClusterConfig()
+    on_gpu: bool = False
+    work: float = 1.0
 
     @property
-    def ended(self) -> bool:
-        """Whether the result is there."""
-        return (self.folder / self.result).exists()
+    def result(self) -> Path:
+        """The file that the run writes at its end."""
+        return self.folder / RESULT
+
+    def file(self, ending: str) -> Path:
+        """Return the file of this run's process with an ending, such as ".log", in a folder that is made."""
+        place = self.folder.parent.parent / PROCESSES
+        place.mkdir(parents=True, exist_ok=True)
+        return place / f"{self.folder.name}{ending}"
+
+
+# A task whose run has ended, and why it failed, if it did.
+Ended = tuple[Task, str | None]
 
 
 def check_executor(grid: GridConfig) -> None:
     """Raise ValueError unless this machine can execute the runs where the grid says."""
     if not grid.on_cluster:
-        if grid.jobs > cores():
+        if (grid.jobs or 1) > cores():
             raise ValueError(f"jobs must be at most {cores()}, the cores that this process may use, got {grid.jobs}")
     elif importlib.util.find_spec("submitit") is None:
         raise ValueError("cluster 'slurm' needs submitit: pip install 'symexplin[cluster]'")
@@ -71,72 +81,110 @@ def threads_each(jobs: int) -> int:
     return max(1, cores() // jobs)
 
 
-def execute(tasks: Sequence[Task], out: Path, grid: GridConfig, cluster: ClusterConfig, echo: Echo) -> Iterator[Ended]:
-    """Execute runs in processes of their own, or as jobs of the cluster, and yield each when it has ended."""
+def gpus_here() -> list[str]:
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name.strip() for name in visible.split(",") if name.strip()]
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return []
+    names = re.findall(r"UUID: ([\w-]+)", listed)
+    parts = [name for name in names if name.startswith("MIG-")]  # a GPU in parts cannot be used whole
+    return parts or names
+
+
+def execute(queue: deque[Task], out: Path, grid: GridConfig, echo: Echo) -> Generator[Ended, None, None]:
+    """Execute runs in processes of their own, or as jobs of the cluster, and yield each when it has ended.
+
+    The caller may add tasks to the queue meanwhile, and may close the generator, which ends all runs.
+    """
     if grid.on_cluster:
-        return run_as_jobs(tasks, out, grid.jobs, cluster, echo)
-    return run_side_by_side(tasks, out, grid.jobs, echo)
+        return _run_as_jobs(queue, out, grid.jobs, echo)
+    return _run_here(queue, grid.jobs or 1, echo)
 
 
 # --- Processes -------------------------------------------------------------------------------------------------------
 
 
-def run_side_by_side(tasks: Sequence[Task], out: Path, jobs: int, echo: Echo) -> Iterator[Ended]:
+def _run_here(queue: deque[Task], jobs: int, echo: Echo) -> Generator[Ended, None, None]:
     """Execute `jobs` runs at a time, each in a process, and yield each when it has ended.
 
-    `echo` takes the lines of progress; the whole output of a process is in its log below `out`. A signal stops all.
+    A run on several GPUs takes the place of as many. `echo` takes the lines of progress; the whole output of a process
+    is in its log. A signal stops all.
     """
-    threads = {"OMP_NUM_THREADS": str(threads_each(jobs))} if jobs > 1 else {}
-    left = deque(enumerate(tasks))
-    running: dict[int, _Process] = {}
-    told = False
+    running: list[_Process] = []
+    told, gpus = False, gpus_here()
     with StopSignals() as stop:
         try:
-            while running or (left and stop.signal is None):
-                while left and len(running) < jobs and stop.signal is None:
-                    index, task = left.popleft()
-                    running[index] = _Process(task, out / PROCESSES, {**threads, **os.environ})
+            while running or (queue and stop.signal is None):
+                while queue and stop.signal is None and (not running or _used(running) + _need(queue[0]) <= jobs):
+                    running.append(_Process(queue.popleft(), jobs, _free(gpus, running)))
                 time.sleep(_TICK)
-                for index, process in list(running.items()):
+                for process in list(running):
                     status = process.poll()  # before the lines, so that none is missed
                     process.tell(echo)
                     if status is None:
                         continue
-                    del running[index]
+                    running.remove(process)
                     process.close()
-                    if tasks[index].ended:
-                        yield index, None
+                    if process.task.result.exists():
+                        _record(process.task.file(".json"), process.began)
+                        yield process.task, None
                     elif stop.signal is None:
-                        yield index, process.reason(status)
+                        yield process.task, process.reason(status)
                 if stop.signal is not None and not told:
                     told = True
-                    for process in running.values():
+                    for process in running:
                         process.send(signal.SIGTERM)
         finally:  # nothing runs anymore, unless a second Ctrl-C came
-            for process in running.values():
+            for process in running:
                 process.send(signal.SIGKILL)
                 process.close()
     if stop.signal is not None:
         raise stop.stopped("with all its runs; --resume continues")
 
 
+def _need(task: Task) -> int:
+    return max(1, task.cluster.gpus or 0)
+
+
+def _used(running: "Sequence[_Process]") -> int:
+    return sum(_need(process.task) for process in running)
+
+
+def _free(gpus: Sequence[str], running: "Sequence[_Process]") -> list[str]:
+    """Return the GPUs, those with the fewest runs first."""
+    runs = Counter(name for process in running for name in process.gpus)
+    return sorted(gpus, key=lambda name: runs[name])
+
+
+def _record(file: Path, began: float) -> None:
+    """Write how long a process took, for runs that do not say it themselves."""
+    write_json(file, {"seconds": round(time.monotonic() - began, 3)})
+
+
 class _Process:
     """A run in a process with its own group, and its log."""
 
-    def __init__(self, task: Task, place: Path, environment: Mapping[str, str]) -> None:
-        place.mkdir(exist_ok=True)
-        self._task, self._path = task, place / f"{task.folder.name}.log"
-        with self._path.open("w") as file:
+    def __init__(self, task: Task, jobs: int, gpus: Sequence[str]) -> None:
+        self.task, self.began = task, time.monotonic()
+        self.gpus = gpus[: _need(task)] if task.on_gpu and (jobs > 1 or _need(task) > 1) else []
+        self._log_path = task.file(".log")
+        threads = {"OMP_NUM_THREADS": str(threads_each(jobs))} if jobs > 1 else {}
+        chosen = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
+        with self._log_path.open("w") as file:
             self._process = subprocess.Popen(
                 task.command,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env={**threads, **os.environ, **chosen},
                 start_new_session=True,  # a Ctrl-C reaches the comparison alone, which passes it on
                 preexec_fn=end_with_parent if os.name == "posix" else None,
             )
-        self._log = self._path.open(errors="replace")
+        self._log = self._log_path.open(errors="replace")
 
     def poll(self) -> int | None:
         """Return the status of the process, None while it runs."""
@@ -146,7 +194,7 @@ class _Process:
         """Tell the new lines of progress."""
         for line in self._log:
             if line.startswith("train: "):
-                echo(f"{self._task.label}{line.removeprefix('train').rstrip()}")
+                echo(f"{self.task.label}{line.removeprefix('train').rstrip()}")
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the run with all its processes: a shell or a launcher does not pass it on."""
@@ -166,7 +214,7 @@ class _Process:
         if status < 0:
             name = signal.Signals(-status).name
             return f"its process was ended by {name}, perhaps for lack of memory: --resume continues; try fewer --jobs"
-        return f"{'' if status else f'ended without {self._task.result}: '}{_last_lines(self._path)}"
+        return f"{'' if status else f'ended without {RESULT}: '}{_last_lines(self._log_path)}"
 
 
 def _last_lines(log: Path) -> str:
@@ -180,18 +228,21 @@ def _last_lines(log: Path) -> str:
 
 
 class SlurmJob:
-    """A run as submitit executes it: its command, and the file that shows that it has ended."""
+    """A run as submitit executes it: its command, the file that it writes at its end, and that of its time."""
 
-    def __init__(self, command: Sequence[str], result: Path) -> None:
-        self._command, self._result = list(command), result
+    def __init__(self, command: Sequence[str], result: Path, record: Path) -> None:
+        self._command, self._result, self._record = list(command), result, record
 
     def __call__(self) -> None:
         """Execute the run to its end."""
+        began = time.monotonic()
         # Slurm sends submitit's signal to every process of the job.
         process = subprocess.Popen(self._command, preexec_fn=lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN))
         self._number = process.pid
         status = process.wait()
-        if status and not self._result.exists():
+        if self._result.exists():
+            _record(self._record, began)
+        elif status:
             sys.exit(status)
 
     def checkpoint(self) -> Any:
@@ -201,66 +252,81 @@ class SlurmJob:
         os.kill(self._number, signal.SIGTERM)
         # The interrupted __call__ waits for the process, too, and keeps its status.
         os.waitid(os.P_PID, self._number, os.WEXITED | os.WNOWAIT)
-        return DelayedSubmission(SlurmJob(self._command, self._result))
+        return DelayedSubmission(SlurmJob(self._command, self._result, self._record))
 
 
-def run_as_jobs(tasks: Sequence[Task], out: Path, jobs: int, cluster: ClusterConfig, echo: Echo) -> Iterator[Ended]:
-    """Execute each run as a job of Slurm, `jobs` at a time, and yield each when it has ended.
+def _run_as_jobs(queue: deque[Task], out: Path, jobs: int | None, echo: Echo) -> Generator[Ended, None, None]:
+    """Execute each run as a job of Slurm, at most `jobs` at a time, and yield each when it has ended.
 
-    A job that an earlier comparison in the folder `out` has left, and that waits or runs, is not submitted again. Jobs
-    continue when a signal comes.
+    A job that an earlier comparison has left, and that waits or runs, is not submitted again. Jobs continue when a
+    signal comes; the end of the generator cancels them.
     """
-    if not tasks:
-        return
     place = (out / _CLUSTER).resolve()
-    numbers = _submit_missing(tasks, place, jobs, cluster, echo)
-    waiting = dict(enumerate(numbers))
-    told: dict[int, str] = {}
-    lost: Counter[int] = Counter()
+    waiting: dict[str, Task] = {}
+    told: dict[str, str] = {}
+    lost: Counter[str] = Counter()
     with StopSignals() as stop:
-        while waiting:
-            states = _states(waiting.values())
-            for index, job in list(waiting.items()):
-                if tasks[index].ended:  # looked at after Slurm: a job writes this file before it ends
-                    del waiting[index]
-                    yield index, None
-                elif states is not None:
-                    lost[index] = 0 if job in states else lost[index] + 1
-                    if lost[index] == _GLANCES:
-                        del waiting[index]
-                        yield index, _loss(job, place)
-                    elif (text := states.get(job)) and text != told.get(index):
-                        told[index] = text
-                        echo(f"{tasks[index].label}: job {job} {text}")
+        while waiting or queue:
+            if queue:
+                waiting |= _submit_missing(queue, place, jobs, echo)
+                queue.clear()
+            states = _states(waiting)
+            for job, task in list(waiting.items()):
+                reason = None
+                if not task.result.exists():  # looked at after Slurm: a job writes this file before it ends
+                    if states is None:
+                        continue
+                    lost[job] = 0 if job in states else lost[job] + 1
+                    if lost[job] < _GLANCES:
+                        if (text := states.get(job)) and text != told.get(job):
+                            told[job] = text
+                            echo(f"{task.label}: job {job} {text}")
+                        continue
+                    reason = _loss(job, place)
+                del waiting[job]
+                try:
+                    yield task, reason
+                except GeneratorExit:
+                    if waiting:
+                        subprocess.run(["scancel", *waiting], check=False)
+                    raise
             deadline = time.monotonic() + _GLANCE
-            while waiting and time.monotonic() < deadline:
+            while waiting and not queue and time.monotonic() < deadline:
                 if stop.signal is not None:
-                    arrays = " ".join(_arrays(waiting.values()))
+                    arrays = " ".join(_arrays(waiting))
                     raise stop.stopped(
                         f"while jobs continue: --resume waits for them, 'scancel {arrays}' ends them",
                     )
                 time.sleep(_TICK)
 
 
-def _submit_missing(tasks: Sequence[Task], place: Path, jobs: int, cluster: ClusterConfig, echo: Echo) -> list[str]:
-    """Submit the runs that have no job yet, and return the number of each run's job."""
-    place.mkdir(exist_ok=True)
-    known: dict[str, str] = read_json(place / _JOBS) if (place / _JOBS).exists() else {}
-    states = _states(known.values())
+def _submit_missing(tasks: Collection[Task], place: Path, jobs: int | None, echo: Echo) -> dict[str, Task]:
+    """Submit the runs that have no job yet, an array for all that ask for the same; return {job: run}."""
+    place.mkdir(parents=True, exist_ok=True)
+    earlier = {task.file(".job").read_text(): task for task in tasks if task.file(".job").exists()}
+    states = _states(earlier)
     if states is None:
         raise ConnectionError("Slurm does not say which jobs still run (squeue fails): --resume later")
-    new = [task for task in tasks if known.get(task.folder.name) not in states]
-    if new:
-        known |= zip((task.folder.name for task in new), _submit(new, place, jobs, cluster), strict=True)
-        write_json(place / _JOBS, known)
-    echo(f"{len(new)} jobs submitted, {len(tasks) - len(new)} found, {jobs} at a time; logs in {place}")
-    return [known[task.folder.name] for task in tasks]
+    known = {job: task for job, task in earlier.items() if job in states}
+    new = [task for task in tasks if task not in known.values()]
+    by_wish: list[list[Task]] = []
+    for task in new:
+        same = next((group for group in by_wish if group[0].cluster == task.cluster), None)
+        same.append(task) if same else by_wish.append([task])
+    for group in by_wish:
+        for job, task in zip(_submit(group, place, jobs), group, strict=True):
+            replace_file(task.file(".job"), job)
+            known[job] = task
+    limit = "" if jobs is None else f", {jobs} at a time"
+    echo(f"{len(new)} jobs submitted, {len(tasks) - len(new)} found{limit}; logs in {place}")
+    return known
 
 
-def _submit(tasks: Sequence[Task], place: Path, jobs: int, cluster: ClusterConfig) -> list[str]:
-    """Submit runs as one array of jobs, and return the jobs' numbers."""
+def _submit(tasks: Sequence[Task], place: Path, jobs: int | None) -> list[str]:
+    """Submit runs that ask for the same as one array of jobs, and return the jobs' numbers."""
     import submitit
 
+    cluster = tasks[0].cluster
     executor = submitit.SlurmExecutor(place, max_num_timeout=_RESTARTS)
     executor.update_parameters(
         job_name="symexplin",
@@ -270,12 +336,12 @@ def _submit(tasks: Sequence[Task], place: Path, jobs: int, cluster: ClusterConfi
         cpus_per_task=cluster.cpus,
         gpus_per_node=cluster.gpus or None,
         mem=None if cluster.memory is None else f"{cluster.memory}G",
-        array_parallelism=jobs,
+        array_parallelism=jobs or len(tasks),
         srun_args=[f"--cpus-per-task={cluster.cpus}"],  # srun does not take it from sbatch
         additional_parameters={"requeue": True, **cluster.sbatch},
     )
     try:
-        work = [SlurmJob(task.command, (task.folder / task.result).resolve()) for task in tasks]
+        work = [SlurmJob(task.command, task.result.resolve(), task.file(".json").resolve()) for task in tasks]
         return [job.job_id for job in executor.submit_array(work)]
     except submitit.core.utils.FailedJobError as error:
         raise ValueError(f"[cluster] must suit the cluster, but {' '.join(str(error).split())}") from None
@@ -293,12 +359,12 @@ def _states(jobs: Collection[str]) -> dict[str, str] | None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return {} if "Invalid job id" in done.stderr else None
-    found = {}
+    states = {}
     for line in done.stdout.splitlines():
         job, state, restarts, nodes, *_ = line.strip().split("|")
         texts = {"RUNNING": f"runs on {nodes}", "PENDING": "was requeued" if restarts != "0" else ""}
-        found[job] = texts.get(state, "")
-    return found
+        states[job] = texts.get(state, "")
+    return states
 
 
 def _arrays(jobs: Collection[str]) -> list[str]:

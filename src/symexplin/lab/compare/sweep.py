@@ -1,125 +1,262 @@
-"""The sweep that every comparison makes: both stages of its grid are executed, and their results compared.
+"""The engine of every comparison: both stages of its grid are executed, what has ended is read, the result is written.
 
-The caller says what a run is: one of the laboratory (runs.py), or a command of the user's own (command.py).
+compare.toml      the settings                    runs/        a folder per run, with the result.json that it writes
+comparison.json   the result, at the end          report.html  the same as a page
+processes/        settings, log and time of the process or job of each run
+cluster/          logs of the jobs of a cluster, and the pickles of submitit
+
+What is particular to the runs of the laboratory or to those of a command is in :mod:`symexplin.lab.compare.kinds`.
 """
 
+import contextlib
 import dataclasses
+import json
+import math
+import shutil
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from symexplin.lab.compare.grid import COMPARISON, RUNS, Cell, GridConfig
-from symexplin.lab.compare.launch import Ended
-from symexplin.lab.compare.table import Comparison, Run, chosen_lrs, compare, format_table, headline
-from symexplin.lab.files import write_json
+from symexplin.lab.compare.comparison import Comparison, Run
+from symexplin.lab.compare.grid import CONFIG, DEMO, RUNS, Cell, GridConfig
+from symexplin.lab.compare.launch import Task, check_executor, execute
+from symexplin.lab.files import read_json, replace_file
+from symexplin.lab.folders import RESULT, check_unused, claimed
+from symexplin.lab.settings import dump_toml
 
-__all__ = ["Labeled", "Sweep", "content_of"]
+__all__ = ["Kind", "Sweep", "compare", "opened", "read_run", "run_sweeps"]
 
-# A run with its label in the log, such as "3/12 SEL lr 0.003 seed 0": the third of the twelve of its stage.
-Labeled = tuple[str, Cell]
+Echo = Callable[[str], None]
+
+_EXAMPLE = '{"loss": 2.31, "curve": [[100, 3.02], [200, 2.31]]}'
+_MINUTE = 60.0
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """A grid of runs in a folder.
+class Kind(Protocol):
+    """What a comparison needs to know of its runs."""
+
+    @property
+    def grid(self) -> GridConfig:
+        """Which runs."""
+
+    def table(self) -> dict[str, Any]:
+        """Return the settings to save."""
+
+    def begin(self, folder: Path) -> str:
+        """Return the first line of the log; raise ValueError if the runs in the folder are of other settings."""
+
+    def task(self, label: str, cell: Cell, folder: Path) -> Task:
+        """Return the task of a run in its folder, for which all is written."""
+
+    def earlier(self, cell: Cell) -> Path | None:
+        """Return the folder of a run elsewhere that has the result already."""
+
+    def facts(self, folder: Path) -> Mapping[str, Any]:
+        """Return the unit, the maps, the labels and the facts of a :class:`Comparison`."""
+
+
+def compare(kind: Kind, out: str | Path, *, resume: bool = False, echo: Echo = lambda _: None) -> Comparison:
+    """Run every variant at every learning rate and seed, and return the comparison, which is saved with its page.
+
+    With `confirm_seeds` a second stage follows: each variant at its own best learning rate and at the baseline's, with
+    each of those seeds.
 
     Args:
-        folder: of the comparison.
-        grid: its runs.
-        execute: executes runs, and yields each when it has ended.
-        read: returns the result of the run in a folder, or None if it has not ended.
-        echo: takes each line of the log.
+        kind: the runs.
+        out: a new folder, or that of the comparison to resume.
+        resume: keep finished runs and continue the others. The grid may change, and what a run may change, but not what
+            the runs in the folder trained.
+        echo: takes each line of the log, and the table at the end.
+
+    Raises:
+        ValueError: a folder, data or variant that cannot be used, a comparison of other settings.
+        ChildProcessError: a run has failed. The first one that ends without its result.json, before any other has ended
+            well, stops all; later ones are named at the end. Or the baseline stayed finite at no learning rate.
+        Stopped: SIGTERM, SIGINT or SIGHUP came. Runs of the laboratory were saved; jobs of a cluster continue.
     """
+    with opened(kind, out, resume, echo) as sweep:
+        run_sweeps([sweep], Path(out), echo)
+    assert sweep.comparison is not None
+    return sweep.comparison
 
-    folder: Path
-    grid: GridConfig
-    execute: Callable[[Sequence[Labeled]], Iterator[Ended]]
-    read: Callable[[Path, Cell], Run | None]
-    echo: Callable[[str], None]
 
-    def run(self) -> list[Run]:
-        """Execute what is left of both stages, and return the results of all runs."""
-        grid = self.grid
-        runs = self._stage(grid.cells())
-        if not grid.confirm_seeds:
-            return runs
-        lrs = chosen_lrs(runs, grid.baseline)
-        second = grid.confirmations(lrs)
-        told = (f"{variant} at {' and '.join(f'{lr:g}' for lr in lrs[variant])}" for variant in grid.variants)
-        self.echo(f"to confirm with {len(second)} runs: {'; '.join(told)}")
-        return runs + self._stage(second)
+@contextlib.contextmanager
+def opened(kind: Kind, out: str | Path, resume: bool, echo: Echo, name: str = "") -> "Iterator[Sweep]":
+    """Claim the folder of a comparison, check it, and save the settings in it."""
+    check_executor(kind.grid)
+    with claimed(out, "comparison", {CONFIG, DEMO}) as folder:
+        check_unused(folder / CONFIG, "a comparison", resume)
+        first = kind.begin(folder)
+        replace_file(folder / CONFIG, dump_toml(kind.table()))
+        most = f"{'up to ' if kind.grid.confirm_seeds else ''}{kind.grid.most_runs} runs"
+        echo(f"{name}{first}; {most}")
+        yield Sweep(kind, folder, echo, name)
 
-    def _stage(self, cells: Sequence[Cell]) -> list[Run]:
-        """Execute the runs that have not ended. If one fails or its result is damaged, the others continue."""
-        labels = {
-            cell: f"{number}/{len(cells)} {cell.variant} lr {cell.lr:g} seed {cell.seed}"
-            for number, cell in enumerate(cells, start=1)
-        }
-        found: dict[Cell, Run | None] = {}
-        failures: list[str] = []
 
-        def fail(cell: Cell, reason: str) -> None:
-            failures.append(f"{labels[cell]}: {reason}")
-            self.echo(f"failed: {failures[-1]}")
+def run_sweeps(sweeps: "Sequence[Sweep]", out: Path, echo: Echo) -> None:
+    """Execute the runs of several comparisons together, where and as many at a time as the grid of the first says."""
+    owners: dict[Path, Sweep] = {}
+    queue: deque[Task] = deque()
+    for sweep in sweeps:
+        tasks = sweep.begin()
+        owners |= dict.fromkeys((task.folder for task in tasks), sweep)
+        queue.extend(tasks)
+    began, done = time.monotonic(), 0.0
+    left = sum(task.work for task in queue)
+    with contextlib.closing(execute(queue, out, sweeps[0].grid, echo)) as ended:
+        for task, reason in ended:
+            done, left = done + task.work, left - task.work
+            minutes = (time.monotonic() - began) / done * left / _MINUTE
+            note = "" if sweeps[0].grid.on_cluster or minutes < 1 else f"; about {minutes:,.0f} min to go"
+            sweep = owners[task.folder]
+            more = sweep.ended(task, reason, note)
+            left += sum(task.work for task in more)
+            owners |= dict.fromkeys((task.folder for task in more), sweep)
+            queue.extendleft(reversed(more))  # one comparison ends after the other
+    failures = [failure for sweep in sweeps for failure in sweep.failures]
+    if failures:
+        others = f"; {len(failures) - 1} more failed: see above" if len(failures) > 1 else ""
+        raise ChildProcessError(failures[0] + others)
 
-        def look(cell: Cell, note: str = "") -> None:
-            try:
-                found[cell] = self._result(labels[cell], cell, note)
-            except ValueError as error:  # it cannot be read
-                fail(cell, str(error))
 
-        for cell in cells:
-            look(cell, " (already there)")
-        left = [cell for cell, run in found.items() if run is None]
-        for index, reason in self.execute([(labels[cell], cell) for cell in left]):
-            if reason is None:
-                look(left[index])
+class Sweep:
+    """The runs of one comparison: which are left, which have ended, and the result at the end."""
+
+    def __init__(self, kind: Kind, folder: Path, echo: Echo, name: str = "") -> None:
+        self.kind, self.folder, self.grid = kind, folder, kind.grid
+        self.failures: list[str] = []
+        self.comparison: Comparison | None = None
+        self._echo, self._name = echo, name
+        self._cells: list[Cell] = []  # of both stages, in order
+        self._runs: dict[Cell, Run] = {}
+        self._left: dict[Path, tuple[Cell, str]] = {}  # with their labels
+        self._confirming = False
+
+    def begin(self) -> list[Task]:
+        """Read what has ended, and return the runs to execute."""
+        return self._stage(self.grid.cells())
+
+    def _stage(self, cells: Sequence[Cell]) -> list[Task]:
+        self._cells += cells
+        tasks = []
+        for number, cell in enumerate(cells, start=1):
+            label = f"{self._name}{number}/{len(cells)} {cell.variant} lr {cell.lr:g} seed {cell.seed}"
+            folder = self.folder / RUNS / cell.name
+            note = " (already there)"
+            if not folder.exists() and (source := self.kind.earlier(cell)) is not None:
+                _copy(source, folder)
+                note = f" (copied from {source})"
+            if (folder / RESULT).exists():
+                self._read(cell, label, note)
             else:
-                fail(left[index], reason)
-        if failures:
-            more = f"; {len(failures) - 1} more failed: see above" if len(failures) > 1 else ""
-            raise ChildProcessError(failures[0] + more)
-        return [run for run in found.values() if run is not None]
+                self._left[folder] = cell, label
+                tasks.append(self.kind.task(label, cell, folder))
+        return tasks or self._next()
 
-    def _result(self, label: str, cell: Cell, note: str = "") -> Run | None:
-        """Return the result of a run, None if it has not ended, and tell it."""
-        run = self.read(self.folder / RUNS / cell.name, cell)
-        if run is not None:
-            took = "" if run.seconds is None else f", {run.seconds:.0f} s"
-            self.echo(f"{label}: {run.error or f'loss {run.final_loss:.4f}{took}'}{note}")
-        return run
+    def ended(self, task: Task, reason: str | None, note: str = "") -> list[Task]:
+        """Take the result of a run, or why it failed; return further runs to execute."""
+        cell, label = self._left.pop(task.folder)
+        well = bool(self._runs)
+        if reason is None:
+            self._read(cell, label, note)
+        else:
+            self._fail(label, reason)
+        if self.failures and not (well or self._runs):
+            raise ChildProcessError(
+                f"{self.failures[-1]}; the first run that ends must write {str(task.result)!r}, such as {_EXAMPLE}: "
+                "nothing else was run, --resume continues"
+            )
+        return [] if self._left else self._next()
 
-    def conclude(self, runs: Sequence[Run], facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Compare the runs; write comparison.json and the report, and return the content of the former."""
+    def _read(self, cell: Cell, label: str, note: str) -> None:
+        try:
+            run = self._runs[cell] = read_run(self.folder / RUNS / cell.name, cell)
+        except ValueError as error:
+            self._fail(label, str(error))
+            return
+        took = "" if run.seconds is None else f", {run.seconds:.0f} s"
+        self._echo(f"{label}: {run.error or f'loss {run.loss:.4f}{took}'}{note}")
+
+    def _fail(self, label: str, reason: str) -> None:
+        self.failures.append(f"{label}: {reason}")
+        self._echo(f"failed: {self.failures[-1]}")
+
+    def _next(self) -> list[Task]:
+        """Begin the second stage, or write the result, unless a run has failed."""
+        if self.failures:
+            return []
+        confirmed = self.grid.confirm_seeds if self._confirming else ()
+        runs = tuple(self._runs[cell] for cell in self._cells)
+        comparison = Comparison(runs, self.grid.baseline, confirmed, self.folder)
+        try:
+            lrs = comparison.chosen_lrs()
+        except ValueError as error:
+            self.failures.append(f"{self._name}{error}")
+            return []
+        if self.grid.confirm_seeds and not self._confirming:
+            self._confirming = True
+            cells = self.grid.confirmations(lrs)
+            told = (f"{variant} at {' and '.join(f'{lr:g}' for lr in lrs[variant])}" for variant in self.grid.variants)
+            self._echo(f"{self._name}to confirm with {len(cells)} runs: {'; '.join(told)}")
+            return self._stage(cells)
+        self._conclude(comparison)
+        return []
+
+    def _conclude(self, comparison: Comparison) -> None:
         from symexplin.lab.report.pages import report_comparison  # importing matplotlib is slow
 
-        comparison = compare(runs, self.grid.baseline, self.grid.confirm_seeds)
-        content = content_of(comparison, runs, facts)
-        write_json(self.folder / COMPARISON, content)
-        self.echo("\n".join(("", format_table(comparison), "", *content["headline"], "")))
-        self.echo(f"report: {report_comparison(self.folder)}")
-        return content
+        comparison = self.comparison = dataclasses.replace(comparison, **self.kind.facts(self.folder))
+        comparison.save(self.folder)
+        self._echo("\n".join(("", *comparison.verdict, "", comparison.table(), "", *comparison.notes, "")))
+        self._echo(f"report: {report_comparison(self.folder)}")
 
 
-def content_of(comparison: Comparison, runs: Sequence[Run], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of comparison.json.
+def read_run(folder: Path, cell: Cell) -> Run:
+    """Return the result of a run that has written its result.json.
 
-    `facts` are of all runs: the "unit" of the loss, "maps" of the variants, "config", "provenance", ...
+    That is {"loss": number}, and optionally "curve": [[step, loss], ...], whose last loss it replaces, "seconds",
+    "tokens_per_second" and "error": why the run ended early. A loss that is NaN or infinite means that it diverged.
+
+    Raises:
+        ValueError: anything else.
     """
-    seconds = [run.seconds for run in runs if run.seconds is not None]
-    return {
-        "headline": headline(comparison),
-        "comparison": dataclasses.asdict(comparison),
-        "runs": [
-            {
-                **dataclasses.asdict(run),
-                "final_loss": run.final_loss,
-                "stage": 2 if run.seed in comparison.confirm_seeds else 1,
-                "folder": f"{RUNS}/{Cell(run.variant, run.lr, run.seed).name}",
-            }
-            for run in runs
-        ],
-        **facts,
-        "seconds": round(sum(seconds), 1) if seconds else None,
-    }
+    path = folder / RESULT
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        loss = math.nan if "error" in result else _number(result["loss"])
+        curve = [(int(_number(step)), _number(value)) for step, value in result.get("curve", [])]
+        steps = [step for step, _ in curve]
+        if steps != sorted(set(steps)):
+            raise ValueError("its steps do not increase")
+        seconds, pace = (
+            None if result.get(key) is None else _number(result[key]) for key in ("seconds", "tokens_per_second")
+        )
+    except (ValueError, TypeError, LookupError, OverflowError, AttributeError) as error:
+        raise ValueError(
+            f"{str(path)!r} must be like {_EXAMPLE} (the curve may be missing), but {error!r}: correct it, or delete "
+            "it to run again; then --resume"
+        ) from None
+    if math.isfinite(loss):
+        curve = [*curve[:-1], (steps[-1] if steps else 0, loss)]
+    record = Task("", folder, []).file(".json")
+    if seconds is None and record.exists():
+        seconds = read_json(record)["seconds"]
+    kept = tuple(point for point in curve if math.isfinite(point[1]))
+    why = None if math.isfinite(loss) else result.get("error", f"loss is {loss}")
+    return Run(*cell, kept, seconds, pace, why)
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is not a number")
+    return float(value)
+
+
+def _copy(source: Path, folder: Path) -> None:
+    """Copy a finished run in one step, without its checkpoints."""
+    temporary = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(source, temporary, ignore=shutil.ignore_patterns("checkpoints", ".lock"))
+    temporary.replace(folder)

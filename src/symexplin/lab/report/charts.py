@@ -19,13 +19,14 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import ScaledTranslation
 from numpy.typing import ArrayLike, NDArray
 
+from symexplin.lab.compare.comparison import Comparison
+
 __all__ = [
     *("COLORS", "GUIDE", "GUIDE_LINE", "STEPS", "STYLE", "UNDATED", "Chart", "Floats", "Line"),
     *("chart", "comparison_figures", "draw_losses", "draw_sweep", "mean_line", "outline", "panel", "sheet"),
 ]
 
 Floats = NDArray[np.float64]
-Content = Mapping[str, Any]  # the content of a comparison.json
 
 # Okabe and Ito's palette for color-blind readers.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -164,15 +165,13 @@ class Chart(NamedTuple):
     caption: str
 
 
-def comparison_figures(comparison: Content) -> list[Chart]:
+def comparison_figures(comparison: Comparison) -> list[Chart]:
     """Return the curves and the learning-rate sweep of a comparison."""
-    shared, best = (
-        [(row["variant"], row["lr"]) for row in comparison["comparison"][which]] for which in ("shared", "best")
-    )
-    labels = {variant: variant for variant, _ in shared}
+    shared, best = ([(row.variant, row.lr) for row in comparison.rows(which)] for which in ("shared", "best"))
+    labels = {variant: comparison.label(variant) for variant in comparison.variants}
     ending = "after the first fifth of the steps."
     charts = []
-    if any(len(run["evals"]) > 1 for run in comparison["runs"]):
+    if any(len(run.curve) > 1 for run in comparison.runs):
         draw = functools.partial(draw_losses, title="", comparison=comparison, cells=shared, labels=labels)
         charts.append(Chart(chart(draw), f"Loss at the shared learning rate, {ending}"))
         if best != shared:
@@ -186,8 +185,8 @@ def comparison_figures(comparison: Content) -> list[Chart]:
 def draw_losses(
     axes: Axes,
     title: str,
-    comparison: Content,
-    cells: Sequence[tuple[str, float]],
+    comparison: Comparison,
+    cells: Sequence[tuple[str, float | None]],
     labels: Mapping[str, str],
     early: float = _EARLY,
 ) -> None:
@@ -197,8 +196,7 @@ def draw_losses(
     """
     lines, seeds = [], 1
     for variant, lr in cells:
-        same = [run for run in comparison["runs"] if (run["variant"], run["lr"]) == (variant, lr)]
-        curves = [_late(run["evals"], early) for run in same if run["final_loss"] is not None]
+        curves = [_late(run.curve, early) for run in comparison.finite(variant, lr).values()]
         if not curves:
             continue
         label, style = f"{labels[variant]}, lr {lr:g}", list(labels).index(variant)
@@ -221,7 +219,7 @@ def _late(evals: Sequence[tuple[int, float]], early: float) -> Floats:
 def draw_sweep(
     axes: Axes,
     title: str,
-    comparison: Content,
+    comparison: Comparison,
     labels: Mapping[str, str],
     factors: Mapping[str, float] | None = None,
     x_label: str = "peak learning rate (log scale)",
@@ -231,18 +229,20 @@ def draw_sweep(
 
     `factors` multiply the learning rates of a variant. A variant without a finite run has a label alone.
     """
-    lrs = sorted({run["lr"] for run in comparison["runs"]})
+    lrs = sorted({run.lr for run in comparison.runs})
     lines = []
     for style, (variant, label) in enumerate(labels.items()):
         factor = factors[variant] if factors else 1.0
-        own = [run for run in comparison["runs"] if run["variant"] == variant]
-        finite = [run for run in own if run["final_loss"] is not None]
+        own = [run for run in comparison.runs if run.variant == variant]
+        finite = [run for run in own if run.loss is not None]
         # Seeds of the second stage did not run at all learning rates: a mean over them would bend the line.
-        first = [run for run in own if run.get("stage", 1) == 1]
-        finals = {lr: [run["final_loss"] for run in first if run["lr"] == lr] for lr in lrs}
-        means = {factor * lr: float(np.mean(loss)) for lr, loss in finals.items() if loss and None not in loss}
+        first = [run for run in own if run.seed not in comparison.confirm_seeds]
+        finals = {lr: [np.nan if run.loss is None else run.loss for run in first if run.lr == lr] for lr in lrs}
+        means = {
+            factor * lr: float(np.mean(loss)) for lr, loss in finals.items() if np.isfinite(np.mean(loss or np.nan))
+        }
         if len(finite) > len(means):
-            x, y = [factor * run["lr"] for run in finite], [run["final_loss"] for run in finite]
+            x, y = [factor * run.lr for run in finite], [run.curve[-1][1] for run in finite]
             lines.append(Line("", x, y, style, kind="points"))
         label = label if finite else f"{label}: no run finite"
         lines.append(Line(label, list(means), list(means.values()), style))
@@ -252,5 +252,5 @@ def draw_sweep(
     axes.minorticks_off()
 
 
-def _axis(name: str, comparison: Content) -> str:
-    return f"{name} ({comparison['unit']})" if comparison.get("unit") else name
+def _axis(name: str, comparison: Comparison) -> str:
+    return f"{name} ({comparison.unit})" if comparison.unit else name

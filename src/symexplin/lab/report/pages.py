@@ -8,8 +8,8 @@ from typing import Any
 import jinja2
 
 from symexplin.config import SELConfig
-from symexplin.lab.compare.grid import COMPARISON
-from symexplin.lab.files import read_json, replace_file
+from symexplin.lab.compare.comparison import Comparison
+from symexplin.lab.files import replace_file
 from symexplin.lab.report.charts import comparison_figures
 
 __all__ = ["PAGE", "reading", "report_comparison", "write_page"]
@@ -20,22 +20,17 @@ _HOMES = {"optimizer": "in the optimizer", "module": "in the modules"}
 
 def report_comparison(folder: str | Path) -> Path:
     """Write `report.html` into the folder of a finished comparison, and return its path."""
-    path = Path(folder)
-    if not (path / COMPARISON).exists():
-        raise FileNotFoundError(f"{str(folder)!r} has no {COMPARISON}: finish the comparison with --resume")
-    with reading(path / COMPARISON):
-        # What a demo alone has, and what a command does not tell.
-        found = {"sample": None, "unit": "", "corpus": {}, "parameters": None, **read_json(path / COMPARISON)}
-        facts = {f"map of {variant}": _map(curve) for variant, curve in found["maps"].items()}
-        totals = {name: found[name] for name in ("parameters", "seconds") if found[name]}
-        for part in (found["corpus"], found["config"], found["provenance"], totals):
-            facts |= _facts(part)
+    comparison = Comparison.load(folder)
+    facts = {f"map of {comparison.label(variant)}": _map(curve) for variant, curve in comparison.maps.items()}
+    for name, part in comparison.facts.items():
+        facts |= _facts(part) if name != "sample" else {}
+    with reading(folder):
         return write_page(
-            path,
+            Path(folder),
             "comparison.html.jinja",
-            title=f"Comparison of {', '.join(row['variant'] for row in found['comparison']['shared'])}",
-            found=found,
-            figures=comparison_figures(found),
+            title=f"Comparison of {', '.join(map(comparison.label, comparison.variants))}",
+            comparison=comparison,
+            figures=comparison_figures(comparison),
             facts=facts,
         )
 
@@ -81,9 +76,9 @@ def _text(value: object) -> str:
     return "unknown" if value is None else str(value)
 
 
-def _map(found: Mapping[str, Any] | None) -> str:
-    """Return the home and the map of a variant in words; `found` has the keys "home" and "start" as well."""
-    if found is None:
+def _map(table: Mapping[str, Any] | None) -> str:
+    """Return the home and the map of a variant in words; the table has the keys "home" and "start" as well."""
+    if table is None:
         return "ordinary weights"
-    config = SELConfig.from_dict({key: value for key, value in found.items() if key not in ("home", "start")})
-    return f"curved {_HOMES[found['home']]}; {config.describe(rates=True, start=found['start'])}"
+    config = SELConfig.from_dict({key: value for key, value in table.items() if key not in ("home", "start")})
+    return f"curved {_HOMES[table['home']]}; {config.describe(rates=True, start=table['start'])}"

@@ -2,7 +2,9 @@ import math
 
 import pytest
 
-from symexplin.lab.compare.table import ONE_LR, Run, best_lr, chosen_lrs, compare, format_table, headline
+from symexplin.lab.compare.comparison import ONE_LR, Comparison, Run
+from symexplin.lab.files import write_json
+from table_folders import comparison as written
 
 
 def run(variant, lr, final, seed=0):
@@ -19,6 +21,10 @@ def runs_of(table, first_seed=0):
         for (variant, lr), losses in table.items()
         for seed, loss in enumerate(losses, first_seed)
     ]
+
+
+def compare(runs, baseline, confirm_seeds=()):
+    return Comparison(tuple(runs), baseline, confirm_seeds)
 
 
 ONE_SEED = runs_of(
@@ -42,10 +48,12 @@ THREE_SEEDS = {
 
 
 def test_the_best_rate_has_the_lowest_mean_of_those_that_stayed_finite_in_every_seed():
-    runs = runs_of(THREE_SEEDS)
-    assert (best_lr(runs, "AdamW"), best_lr(runs, "SEL")) == (0.1, 0.2)  # AdamW's lowest single run is at 0.2
-    assert best_lr(runs_of({**THREE_SEEDS, ("SEL", 0.2): [1.0, None, 4.0]}), "SEL") == 0.1
-    assert best_lr([run("SEL", 0.1, None)], "SEL") is None
+    comparison = compare(runs_of(THREE_SEEDS), "AdamW")
+    assert [comparison.best_lr(v) for v in comparison.variants] == [0.1, 0.2]  # AdamW's lowest single run is at 0.2
+    assert compare(runs_of({**THREE_SEEDS, ("SEL", 0.2): [1.0, None, 4.0]}), "AdamW").best_lr("SEL") == 0.1
+    assert compare([run("SEL", 0.1, None)], "SEL").best_lr("SEL") is None
+    lone = [*runs_of(THREE_SEEDS), run("SEL", 0.3, 0.5)]  # one seed makes no best rate beside three
+    assert compare(lone, "AdamW").best_lr("SEL") == 0.2
 
 
 def test_variants_are_compared_at_the_shared_rate_and_at_their_best():
@@ -56,15 +64,19 @@ def test_variants_are_compared_at_the_shared_rate_and_at_their_best():
     assert rows == [("AdamW", 0.003, 2.0, 0, 1, 1), ("SEL", 0.003, 2.1, pytest.approx(0.1), None, 0)]
     best = comparison.best[1]
     assert (best.lr, best.loss, best.delta, best.speedup) == (0.01, 1.0, -1.0, pytest.approx(100 / 75))
-    assert headline(comparison) == [
+    assert comparison.verdict == [
+        "At its best learning rate, 0.01, SEL ends at 1.0000, 1.0000 below AdamW's 2.0000, and reaches that loss in "
+        "75% of the steps.",
+        "One seed is no evidence: the difference may be run-to-run noise; three show an interval.",
+    ]
+    assert comparison.notes == [
         "At AdamW's best learning rate, 0.003, SEL ends at 2.1000, 0.1000 above AdamW's 2.0000, and never reaches that "
         "loss.",
         "At its own best learning rate, 0.01, SEL ends at 1.0000, 1.0000 below AdamW's 2.0000, and reaches that loss "
         "in 75% of the steps.",
         "The best learning rate of SEL is the highest tried: a wider sweep may find better.",
-        "One seed is no evidence: the difference may be run-to-run noise. Three show an interval.",
     ]
-    lines = [line.split() for line in format_table(comparison).splitlines()]
+    lines = [line.split() for line in comparison.table().splitlines()]
     assert ["SEL", "0.003", "2.1000", "+0.1000", "not", "reached"] in lines
     assert ["SEL", "0.01", "1.0000", "-1.0000", "1.33x"] in lines
     assert lines.count(["AdamW", "0.003", "2.0000", "-", "-"]) == 2
@@ -78,7 +90,7 @@ def test_seeds_are_paired():
     assert (row.loss, row.spread) == (pytest.approx(2.1), pytest.approx(math.sqrt(0.31)))
     assert (row.delta, row.deltas) == (pytest.approx(-0.1), pytest.approx((-0.5, 0.4, -0.2)))
     assert (row.seeds, row.finite, row.reached, row.speedup) == ((7, 8, 9), 3, 2, None)
-    assert headline(comparison)[0] == (
+    assert comparison.notes[0] == (
         "At AdamW's best learning rate, 0.1, SEL ends at 2.1000 ± 0.5568, 0.1000 below AdamW's 2.2000 ± 0.2000 "
         "(no difference detected; 99% interval -2.7259 to +2.5259), and reaches that loss in 2 of 3 seeds."
     )
@@ -95,20 +107,20 @@ def test_a_seed_that_broke_down_leaves_pairs_without_it(variant, finite):
     assert (base.loss is None, row.loss is None) == (variant == "AdamW", variant == "SEL")
     assert row.deltas == (pytest.approx(-0.5), None, pytest.approx(-0.2))
     assert (row.delta, row.speedup, row.reached) == (None, None, 2)
-    assert f"{variant} did not stay finite in 1 of 3 seeds." in headline(comparison)[0]
-    assert "finite in 2 of 3" in format_table(comparison)
+    assert f"{variant} did not stay finite in 1 of 3 seeds." in comparison.notes[0]
+    assert "finite in 2 of 3" in comparison.table()
 
 
 def test_a_variant_that_never_stays_finite_has_no_numbers_and_a_baseline_is_an_error():
     runs = runs_of({("AdamW", 0.1): [2.0], ("SEL", 0.1): [None], ("AdamW", 1.0): [3.0], ("SEL", 1.0): [None]})
     comparison = compare(runs, "AdamW")
     assert [(row.variant, row.lr, row.loss) for row in comparison.best] == [("AdamW", 0.1, 2.0), ("SEL", None, None)]
-    lines = [line.split() for line in format_table(comparison).splitlines()]
+    lines = [line.split() for line in comparison.table().splitlines()]
     assert [["SEL", lr, "not", "finite", "-", "-"] in lines for lr in ("0.1", "-")] == [True, True]
-    assert headline(comparison)[1] == "No learning rate tried kept SEL finite."
-    assert chosen_lrs(runs, "AdamW")["SEL"] == (0.1,)  # where a second stage confirms it
+    assert comparison.notes[1] == "No learning rate tried kept SEL finite."
+    assert comparison.chosen_lrs()["SEL"] == (0.1,)  # where a second stage confirms it
     with pytest.raises(ValueError, match=r"no learning rate of SEL stayed finite.* added to --lrs 0\.1 1 "):
-        compare(runs, "SEL")
+        compare(runs, "SEL").chosen_lrs()
 
 
 def test_a_loss_above_the_start_is_reached_without_a_speedup():
@@ -117,8 +129,8 @@ def test_a_loss_above_the_start_is_reached_without_a_speedup():
         other = Run("SEL", 0.1, 0, ((0, high), (100, 18.5)))
         comparison = compare([run("AdamW", 0.1, 18.0), other], "AdamW")
         assert (comparison.shared[1].reached, comparison.shared[1].speedup) == (reached, None)
-        assert headline(comparison)[0].endswith(words)
-        assert ONE_LR in headline(comparison)
+        assert comparison.notes[0].endswith(words)
+        assert ONE_LR in comparison.notes
 
 
 # By seed 7 alone AdamW is best at 0.2 and SEL at 0.1; seeds 8 and 9 would choose otherwise.
@@ -129,15 +141,50 @@ STAGES = [*runs_of({**CHOOSING, ("AdamW", 0.4): [3.0]}, 7), *runs_of(CONFIRMING,
 
 def test_seeds_that_confirm_have_no_say_in_the_learning_rates():
     """SEL's mean over all seeds is 4.5 at lr 0.1 and 2.07 at 0.2; seed 7 alone chose 0.1."""
-    assert chosen_lrs([r for r in STAGES if r.seed == 7], "AdamW") == {"AdamW": (0.2,), "SEL": (0.2, 0.1)}
+    assert compare([r for r in STAGES if r.seed == 7], "AdamW").chosen_lrs() == {"AdamW": (0.2,), "SEL": (0.2, 0.1)}
     comparison = compare(STAGES, "AdamW", confirm_seeds=(8, 9))
     assert (comparison.seeds, comparison.confirm_seeds, comparison.lrs) == ((7, 8, 9), (8, 9), (0.1, 0.2, 0.4))
     shared, best = comparison.shared[1], comparison.best[1]
     assert (comparison.shared_lr, shared.lr, best.lr) == (0.2, 0.2, 0.1)
     assert (shared.loss, best.loss) == (pytest.approx((1.7 + 2.0 + 2.5) / 3), pytest.approx(4.5))
     assert (shared.deltas, best.deltas) == (pytest.approx((-0.2, -0.3, -0.2)), pytest.approx((-0.4, 6.7, 0.3)))
-    assert headline(comparison)[-1] == (
+    assert comparison.notes[-1] == (
         "The learning rates were chosen by seed 7 alone; seeds 8, 9 ran at those rates only."
     )
     left_by_an_earlier_stage = [run("AdamW", 0.1, 0.1, seed=8), run("SEL", 0.8, 0.1, seed=8)]
-    assert compare([*STAGES, *left_by_an_earlier_stage], "AdamW", (8, 9)) == comparison
+    assert compare([*STAGES, *left_by_an_earlier_stage], "AdamW", (8, 9)).best[:2] == comparison.best
+
+
+@pytest.mark.parametrize(
+    ("lr", "lost", "words"),
+    [
+        (0.1, False, "Of 2 variants B ends lowest: at the best learning rate of both, 0.1, it ends at 2.0333 ± 0.1528"),
+        (0.2, False, "Of 2 variants B ends lowest: at its best learning rate, 0.2, it ends at 2.0333 ± 0.1528"),
+        (0.1, True, "Of 2 variants C ends lowest: at the best learning rate of both, 0.1, it ends at 3.1000 ± 0.1000"),
+    ],
+)
+def test_the_verdict_is_of_the_lowest_variant_in_at_most_two_sentences(lr, lost, words):
+    table = {("A", 0.1): [2.0, 2.2, 2.4], ("A", 0.2): [3.0] * 3, ("C", 0.1): [3.0, 3.1, 3.2], ("C", 0.2): [4.0] * 3}
+    table |= {("B", 0.1): [2.5] * 3, ("B", 0.2): [2.6] * 3} | {("B", lr): [1.9, 2.0, 2.2]}
+    runs = [run(r.variant, r.lr, None, r.seed) if lost and r.variant == "B" else r for r in runs_of(table)]
+    first, *second = compare(runs, "A").verdict
+    assert first.startswith(words)
+    assert "; 99% interval " in first
+    assert len(second) == (lr == 0.2)  # the shared rate, where it is another
+
+
+def test_a_file_has_all_that_the_comparison_has(tmp_path):
+    folder = written(tmp_path / "c", seeds=(0, 1, 2), broken=("SEL", 0.01, 1), labels={"SEL": "mine"}, unit="bits")
+    loaded = Comparison.load(folder)
+    assert (loaded.label("SEL"), loaded.unit, loaded.map_of("AdamW"), loaded.map_of("SEL").beta) == (
+        *("mine", "bits", None),
+        pytest.approx(7.5 / 8**0.5),
+    )
+    loaded.save(tmp_path)
+    assert (tmp_path / "comparison.json").read_bytes() == (folder / "comparison.json").read_bytes()
+    assert [row.finite for row in loaded.shared] == [3, 2]
+    with pytest.raises(FileNotFoundError, match=r"has no comparison\.json: finish the comparison with --resume"):
+        Comparison.load(tmp_path / "none")
+    write_json(tmp_path / "comparison.json", {})
+    with pytest.raises(ValueError, match=r"comparison\.json' is damaged, or of another version"):
+        Comparison.load(tmp_path)

@@ -1,0 +1,388 @@
+"""A comparison's runs, and who is better: at one shared learning rate, and each variant at its own best one."""
+
+import dataclasses
+import statistics
+import textwrap
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+from symexplin.config import SELConfig
+from symexplin.lab.compare.grid import COMPARISON, RUNS, Cell
+from symexplin.lab.compare.interval import ENOUGH_SEEDS, Interval
+from symexplin.lab.files import format_columns, read_json, read_json_lines, write_json
+from symexplin.lab.record import METRICS
+
+__all__ = ["ONE_LR", "Comparison", "Row", "Run"]
+
+# What the page of a table says, too.
+ONE_LR = "With one learning rate tried, every difference may be a learning-rate effect."
+
+
+@dataclass(frozen=True)
+class Run:
+    """The result of one run, with (step, loss) of its evaluations; `error` says why it ended early, if it did."""
+
+    variant: str
+    lr: float
+    seed: int
+    curve: tuple[tuple[int, float], ...]
+    seconds: float | None = None
+    tokens_per_second: float | None = None
+    error: str | None = None
+
+    @property
+    def loss(self) -> float | None:
+        """Evaluation loss at the end; None if the run ended early."""
+        return None if self.error else self.curve[-1][1]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: a variant at a learning rate over `seeds`, each paired with the baseline's run of its seed.
+
+    `finite` counts the seeds at which the run stayed finite. `loss` and `spread` (the standard deviation, n - 1 degrees
+    of freedom) are None unless all did, `delta` unless the baseline's did too, and `speedup` unless every seed has one.
+    `reached` counts the seeds with an evaluation at or below the baseline's final loss. `seconds` and
+    `tokens_per_second` are means over the finite runs. A variant without a best learning rate has `lr` None.
+    """
+
+    variant: str
+    lr: float | None
+    seeds: tuple[int, ...]
+    deltas: tuple[float | None, ...]
+    finite: int = 0
+    loss: float | None = None
+    spread: float | None = None
+    delta: float | None = None
+    speedup: float | None = None
+    reached: int = 0
+    seconds: float | None = None
+    tokens_per_second: float | None = None
+
+    @property
+    def interval(self) -> Interval | None:
+        """The differences of the seeds that have one; None if no seed has."""
+        known = [delta for delta in self.deltas if delta is not None]
+        return Interval(known) if known else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs of variants at learning rates and seeds, the baseline's among them.
+
+    A variant's best learning rate has the most seeds and then the lowest mean loss; `confirm_seeds` have no say in it.
+    The shared learning rate is the baseline's best one.
+
+    Args:
+        runs: in any order.
+        baseline: the variant that the others are compared with.
+        confirm_seeds: the seeds of the second stage.
+        folder: where the runs are, if anywhere.
+        unit: of the loss, "" if unknown.
+        maps: {variant: its map with its "home" and "start", or None}.
+        labels: {variant: its name in words}, where it has another one.
+        facts: what all runs have in common, by the sections of a page: "config", "corpus", ...
+
+    >>> runs = [Run("A", 0.1, 0, ((0, 3.0), (10, 2.0))), Run("B", 0.1, 0, ((0, 3.0), (10, 1.5)))]
+    >>> [(row.variant, row.delta, row.speedup) for row in Comparison(tuple(runs), "A").shared]
+    [('A', 0.0, 1.0), ('B', -0.5, 1.5)]
+    """
+
+    runs: tuple[Run, ...]
+    baseline: str
+    confirm_seeds: tuple[int, ...] = ()
+    folder: Path = Path()
+    unit: str = ""
+    maps: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    # --- The file ---
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Self:
+        """Return the finished comparison in a folder.
+
+        Raises:
+            FileNotFoundError: it has not ended.
+            ValueError: the file is damaged, or of another version.
+        """
+        path = Path(folder, COMPARISON)
+        if not path.exists():
+            raise FileNotFoundError(f"{str(folder)!r} has no {COMPARISON}: finish the comparison with --resume")
+        content = read_json(path)
+        try:
+            runs = tuple(
+                Run(**{**run, "curve": tuple((int(step), float(loss)) for step, loss in run["curve"])})
+                for run in content["runs"]
+            )
+            own = {key: content[key] for key in ("baseline", "unit", "maps", "labels", "facts")}
+            return cls(runs, confirm_seeds=tuple(content["confirm_seeds"]), folder=Path(folder), **own)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{str(path)!r} is damaged, or of another version of symexplin: {error!r}") from None
+
+    def save(self, folder: str | Path) -> None:
+        """Write comparison.json, which has for other readers also the rows and the result in words."""
+        rows = {which: [dataclasses.asdict(row) for row in self.rows(which)] for which in ("shared", "best")}
+        kept = {key: value for key, value in vars(self).items() if key in self.__dataclass_fields__ and key != "folder"}
+        kept["runs"] = [dataclasses.asdict(run) for run in self.runs]
+        write_json(Path(folder, COMPARISON), {"verdict": self.verdict, "notes": self.notes, **rows, **kept})
+
+    # --- The runs ---
+
+    @cached_property
+    def variants(self) -> tuple[str, ...]:
+        """All variants, the baseline first."""
+        return tuple(dict.fromkeys([self.baseline, *(run.variant for run in self.runs)]))
+
+    @cached_property
+    def seeds(self) -> tuple[int, ...]:
+        """All seeds, those of the second stage last."""
+        return (
+            *dict.fromkeys(run.seed for run in self.runs if run.seed not in self.confirm_seeds),
+            *self.confirm_seeds,
+        )
+
+    @cached_property
+    def lrs(self) -> tuple[float, ...]:
+        """The learning rates of the first stage, sorted."""
+        return tuple(sorted({run.lr for run in self.runs if run.seed not in self.confirm_seeds}))
+
+    def at(self, variant: str, lr: float | None) -> dict[int, Run]:
+        """Return {seed: run} of a variant at a learning rate, in the order of the seeds."""
+        runs = {run.seed: run for run in self.runs if (run.variant, run.lr) == (variant, lr)}
+        return {seed: runs[seed] for seed in self.seeds if seed in runs}
+
+    def finite(self, variant: str, lr: float | None) -> dict[int, Run]:
+        """Return those of the runs :meth:`at` a learning rate that stayed finite."""
+        return {seed: run for seed, run in self.at(variant, lr).items() if run.loss is not None}
+
+    def folder_of(self, run: Run) -> Path:
+        """Return the folder of a run."""
+        return self.folder / RUNS / Cell(run.variant, run.lr, run.seed).name
+
+    def label(self, variant: str) -> str:
+        """Return the name of a variant in words."""
+        return self.labels.get(variant, variant)
+
+    def map_of(self, variant: str) -> SELConfig | None:
+        """Return the map of a variant, or None for ordinary weights."""
+        table = self.maps.get(variant)
+        if table is None:
+            return None
+        return SELConfig.from_dict({key: value for key, value in table.items() if key not in ("home", "start")})
+
+    def scale_means(self, run: Run, role: str) -> list[tuple[int, float]]:
+        """Return (step, mean scale in units of its first value) at each evaluation that has it, over all tensors."""
+        config, metrics = self.map_of(run.variant), self.folder_of(run) / METRICS
+        if config is None or not metrics.exists():
+            return []
+        first: float = getattr(config, role).first
+        key, unit = (f"{role}/mean", first) if role != "m" else ("kappa/mean", float(config.beta) * first)  # Eq. 4
+        stats = [(record["step"], record.get("stats") or {}) for record in read_json_lines(metrics)]
+        return [(step, values[key] / unit) for step, values in stats if key in values]
+
+    @property
+    def seconds(self) -> float | None:
+        """The time of all runs together, as far as it is known."""
+        known = [run.seconds for run in self.runs if run.seconds is not None]
+        return round(sum(known), 1) if known else None
+
+    # --- The rows ---
+
+    def best_lr(self, variant: str) -> float | None:
+        """Return a variant's best learning rate, or None if at none every seed stayed finite."""
+        losses: dict[float, list[float | None]] = {}
+        for run in self.runs:
+            if run.variant == variant and run.seed not in self.confirm_seeds:
+                losses.setdefault(run.lr, []).append(run.loss)
+        means = {lr: (-len(values), mean) for lr, values in losses.items() if (mean := _mean(values)) is not None}
+        return min(means, key=means.__getitem__) if means else None
+
+    @cached_property
+    def shared_lr(self) -> float:
+        """The baseline's best learning rate; ValueError if it has none."""
+        lr = self.best_lr(self.baseline)
+        if lr is None:
+            tried = " ".join(f"{lr:g}" for lr in self.lrs)
+            raise ValueError(
+                f"no learning rate of {self.baseline} stayed finite to the end at every seed; the runs stay, and the "
+                f"same command with --resume and smaller rates added to --lrs {tried} goes on"
+            )
+        return lr
+
+    def chosen_lrs(self) -> dict[str, tuple[float, ...]]:
+        """Return the learning rates at which each variant is compared: the baseline's best one, and its own."""
+        shared, own = self.shared_lr, {variant: self.best_lr(variant) for variant in self.variants}
+        return {variant: (shared,) if lr is None or lr == shared else (shared, lr) for variant, lr in own.items()}
+
+    @cached_property
+    def shared(self) -> tuple[Row, ...]:
+        """The rows of all variants at the shared learning rate, the baseline's first."""
+        return tuple(self._row(variant, self.shared_lr) for variant in self.variants)
+
+    @cached_property
+    def best(self) -> tuple[Row, ...]:
+        """The rows of all variants, each at its own best learning rate, the baseline's first."""
+        return tuple(self._row(variant, self.best_lr(variant)) for variant in self.variants)
+
+    def rows(self, which: str) -> tuple[Row, ...]:
+        """Return the "shared" or the "best" rows."""
+        return self.shared if which == "shared" else self.best
+
+    def leader(self, variants: Collection[str]) -> Row | None:
+        """Return the row with the lowest loss among `variants`, each at its own best learning rate."""
+        finite = [row for row in self.best if row.variant in variants and row.loss is not None]
+        return min(finite, key=lambda row: row.loss or 0.0, default=None)
+
+    def _row(self, variant: str, lr: float | None) -> Row:
+        from symexplin.lab.evaluate import speedup  # torch, which the help of a command does without
+
+        if lr is None:
+            return Row(variant, None, self.seeds, deltas=(None,) * len(self.seeds))
+        runs, bases = self.at(variant, lr), self.at(self.baseline, self.shared_lr)
+        finite = [run for run in runs.values() if not run.error]
+        pairs = [
+            (run.curve, bases[seed].curve) if seed in bases and not (run.error or bases[seed].error) else None
+            for seed, run in runs.items()
+        ]
+        deltas = tuple(pair and pair[0][-1][1] - pair[1][-1][1] for pair in pairs)
+        loss = _mean([run.loss for run in runs.values()])
+        return Row(
+            variant=variant,
+            lr=lr,
+            seeds=tuple(runs),
+            deltas=deltas,
+            finite=len(finite),
+            loss=loss,
+            spread=statistics.stdev(run.curve[-1][1] for run in finite)
+            if loss is not None and len(finite) > 1
+            else None,
+            delta=_mean(deltas),
+            speedup=_mean([pair and speedup(pair[1], pair[0]) for pair in pairs]),
+            reached=sum(min(loss for _, loss in pair[0]) <= pair[1][-1][1] for pair in pairs if pair),
+            seconds=_mean([run.seconds for run in finite]),
+            tokens_per_second=_mean([run.tokens_per_second for run in finite]),
+        )
+
+    # --- The words ---
+
+    @cached_property
+    def verdict(self) -> list[str]:
+        """The result in two sentences, the same for a loss as for a gain."""
+        base, *others = self.best
+        leader = self.leader([row.variant for row in others])
+        if leader is None:
+            names = " or ".join(self.label(row.variant) for row in others)
+            return [f"No learning rate tried kept {names} finite in every seed."]
+        name = f"Of {len(others)} variants {self.label(leader.variant)} ends lowest: at" if len(others) > 1 else "At"
+        rate = "its best learning rate" if leader.lr != base.lr else "the best learning rate of both"
+        first = f"{name} {rate}, {leader.lr:g}, {self._result(leader, 'it' if len(others) > 1 else None)}."
+        if len(self.seeds) < ENOUGH_SEEDS:
+            count = "One seed is" if len(self.seeds) == 1 else "Two seeds are"
+            return [first, f"{count} no evidence: the difference may be run-to-run noise; three show an interval."]
+        if len(self.lrs) == 1:
+            return [first, ONE_LR]
+        shared = self.shared[self.variants.index(leader.variant)]
+        if shared.lr == leader.lr:
+            return [first]
+        return [first, f"At {self.label(self.baseline)}'s best learning rate, {base.lr:g}, {self._result(shared)}."]
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """All that there is to say of each variant, and what limits it."""
+        base = self.label(self.baseline)
+        chosen = self.seeds[: len(self.seeds) - len(self.confirm_seeds)]
+        sentences = []
+        for row, best in zip(self.shared[1:], self.best[1:], strict=True):
+            name = self.label(row.variant)
+            sentences.append(f"At {base}'s best learning rate, {self.shared_lr:g}, {self._result(row)}.")
+            if best.loss is None:
+                every = " in every seed" if len(chosen) > 1 else ""
+                sentences.append(f"No learning rate tried kept {name} finite{every}.")
+            elif best.lr == row.lr:
+                sentences.append(f"That is the best learning rate of {name} too.")
+            else:
+                sentences.append(f"At its own best learning rate, {best.lr:g}, {self._result(best)}.")
+        for row in self.best:
+            if row.loss is not None and len(self.lrs) > 1 and row.lr in (self.lrs[0], self.lrs[-1]):
+                side = "lowest" if row.lr == self.lrs[0] else "highest"
+                name = self.label(row.variant)
+                sentences.append(
+                    f"The best learning rate of {name} is the {side} tried: a wider sweep may find better."
+                )
+        if len(self.lrs) == 1:
+            sentences.append(ONE_LR)
+        if self.confirm_seeds:
+            first, then = (
+                f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}" for seeds in (chosen, self.confirm_seeds)
+            )
+            sentences.append(f"The learning rates were chosen by {first} alone; {then} ran at those rates only.")
+        return sentences
+
+    def _result(self, row: Row, name: str | None = None) -> str:
+        """Return in words how a row, of a variant with this name, compares with the baseline at its best rate."""
+        baseline, count = self.shared[0], len(row.seeds)
+        for one in (row, baseline):
+            if one.loss is None:
+                lost = f" in {count - one.finite} of {count} seeds" if count > 1 else ""
+                return f"{self.label(one.variant)} did not stay finite{lost}"
+        assert row.delta is not None  # both are whole
+        side = "below" if row.delta < 0 else "above"
+        gap = f"{abs(row.delta):.4f}"
+        place = "equal to" if not row.delta else f"{gap} {side}" if float(gap) else "within 0.0001 of"
+        name, base = name or self.label(row.variant), self.label(self.baseline)
+        ending = f"{name} ends at {_loss(row)}, {place} {base}'s {_loss(baseline)}"
+        if count >= ENOUGH_SEEDS and row.interval is not None:
+            interval = row.interval
+            ending += f" ({interval.verdict}; 99% interval {interval.low:+.4f} to {interval.high:+.4f})"
+        if row.speedup is not None:
+            return f"{ending}, and reaches that loss in {100 / row.speedup:.0f}% of the steps"
+        if row.reached:
+            return f"{ending}, and reaches that loss in {row.reached} of {count} seeds"
+        return f"{ending}, and never reaches that loss"
+
+    def table(self) -> str:
+        """Return the rows in plain text; losses over several seeds are mean ± standard deviation."""
+        lines = []
+        for title, rows in (
+            (f"at the shared learning rate, {self.shared_lr:g}", self.shared),
+            ("each at its own best learning rate", self.best),
+        ):
+            cells = [("variant", "lr", "loss", "difference", "speedup")]
+            for row in rows:
+                # The baseline has no difference to itself.
+                delta = None if row is rows[0] else row.delta
+                speed = "-" if row is rows[0] else _speedup(row)
+                name = self.label(row.variant)
+                cells.append((name, _or_dash(row.lr, "g"), _loss(row), _or_dash(delta, "+.4f"), speed))
+            lines += [title, textwrap.indent(format_columns(cells), "  ")]
+        return "\n".join(lines)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean, or None if a value is missing or there is none."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known and len(known) == len(values) else None
+
+
+def _loss(row: Row) -> str:
+    if row.loss is None:
+        alone = row.lr is None or len(row.seeds) == 1
+        return "not finite" if alone else f"finite in {row.finite} of {len(row.seeds)}"
+    return f"{row.loss:.4f}" + ("" if row.spread is None else f" ± {row.spread:.4f}")
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _speedup(row: Row) -> str:
+    if row.speedup is not None:
+        return f"{row.speedup:.2f}x"
+    if not row.finite or row.reached == len(row.seeds):
+        return "-"
+    return f"reached in {row.reached} of {len(row.seeds)}" if row.reached else "not reached"

@@ -1,0 +1,276 @@
+"""The two kinds of runs that are compared: those of the laboratory, and those of a command of the user's own."""
+
+import dataclasses
+import functools
+import itertools
+import shlex
+import shutil
+import string
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from symexplin.lab.compare.grid import CONFIG, RUNS, Cell, ClusterConfig, CompareConfig, GridConfig
+from symexplin.lab.compare.launch import Task, gpus_here, threads_each
+from symexplin.lab.config import RunConfig, absolute, resolve
+from symexplin.lab.data.batches import Corpus
+from symexplin.lab.files import read_json, replace_file
+from symexplin.lab.folders import FACTS, RESULT, check_resumable, read_facts, saved_config
+from symexplin.lab.load import digest_of
+from symexplin.lab.maps import map_of
+from symexplin.lab.provenance import provenance
+from symexplin.lab.run import check_inputs
+from symexplin.lab.settings import Schema, dump_toml, from_table, load_toml, merge, to_table
+
+__all__ = ["Command", "CommandConfig", "Laboratory", "configured", "kind_of"]
+
+# Returns the folder of a run that has ended elsewhere and is the same, if there is one.
+Earlier = Callable[[RunConfig, Corpus], Path | None]
+
+_PLACES = ("variant", "lr", "seed", "out")
+
+
+def kind_of(config: "CompareConfig | CommandConfig") -> "Laboratory | Command":
+    """Return the runs that a configuration describes."""
+    return Command(config) if isinstance(config, CommandConfig) else Laboratory(config)
+
+
+def configured(out: str | Path, *tables: Mapping[str, Any], resume: bool) -> "CommandConfig | CompareConfig":
+    """Return the comparison that tables of settings describe; later tables override earlier ones.
+
+    With `resume` all of them override the settings saved in the folder `out`, if it has any.
+    """
+    given: dict[str, Any] = functools.reduce(merge, tables, {})
+    file = Path(out, CONFIG)
+    saved = load_toml(file) if resume and file.exists() else {}
+    table = merge(saved, given)
+    schema: type[CommandConfig | CompareConfig] = CommandConfig if "command" in table else CompareConfig
+    if saved and ("command" in saved) != ("command" in table):
+        raise ValueError(f"out must be new for a command, got {str(out)!r} with runs of the laboratory's own")
+    if schema is CommandConfig:
+        for name in given.keys() - {"command", "compare", "cluster"}:
+            if "command" not in given:
+                own = "out must be new for runs of the laboratory's own"
+                raise ValueError(f"{own}, got {str(out)!r}, which has a comparison of a command")
+            key = next(iter(given[name])) if isinstance(given[name], Mapping) and name != "variant" else name
+            raise ValueError(f"{key} must be left to the command, got --{key.replace('_', '-')} beside --command")
+    if saved:
+        saved_config(schema, file)  # its errors name the file
+    return from_table(schema, table)
+
+
+# --- Runs of the laboratory ------------------------------------------------------------------------------------------
+
+
+class Laboratory:
+    """Runs of `symexplin train`, as variants of one configuration.
+
+    Args:
+        config: may leave values to the machine.
+        labels: {variant: its name in words}.
+        earlier: finds a run that has ended elsewhere.
+    """
+
+    def __init__(
+        self, config: CompareConfig, labels: Mapping[str, str] | None = None, earlier: Earlier = lambda *_: None
+    ) -> None:
+        self.grid = config.compare
+        self._corpus = Corpus.load(config.data, verify=False)  # each run compares the digests
+        self._corpus.check_context(config.model.context)
+        self._config = _with_machine(config)
+        self._labels = config.labels if labels is None else labels
+        self._earlier = earlier
+
+    def table(self) -> dict[str, Any]:
+        """Return the configuration."""
+        return self._config.table()
+
+    def begin(self, folder: Path) -> str:
+        """Check that the runs in the folder are of this configuration; return what is trained on."""
+        digest, corpus, grid = functools.cache(digest_of), self._corpus, self.grid
+        for place in itertools.product(grid.variants, grid.lrs, (*grid.seeds, *grid.confirm_seeds)):
+            run = folder / RUNS / Cell(*place).name
+            if (run / FACTS).exists():
+                config = self._config.run(Cell(*place))
+                try:
+                    facts = read_facts(run)
+                except ValueError as error:
+                    raise ValueError(f"{error}: remove that run's folder to train it again, then --resume") from None
+                new = {**to_table(_anywhere(config, corpus)), "compute": facts["config"]["compute"]}
+                check_resumable(run, "run", facts["config"], new)
+                check_inputs(run, facts, config, corpus, digest)
+        tokens = f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out"
+        return f"{tokens}, {self._config.train.steps:,} steps a run"
+
+    def task(self, label: str, cell: Cell, folder: Path) -> Task:
+        """Return `symexplin train` with the configuration of the run, under torchrun on several GPUs."""
+        config, asked = self._config.run(cell), self._config.cluster
+        train, model = config.train, config.model
+        work = float(train.steps * train.batch_size * model.context * model.depth * model.width**2)
+        processes = asked.gpus or 1
+        if not self.grid.on_cluster and processes > 1:
+            processes = min(processes, max(1, len(gpus_here())))
+            asked = dataclasses.replace(asked, gpus=processes)
+        task = Task(label, folder, [], asked, config.compute.device in ("auto", "cuda"), work)
+        file = task.file(".toml")
+        replace_file(file, dump_toml(to_table(config)))
+        several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        words = ["-m", "symexplin", "train", str(file.resolve()), "--out", str(folder.resolve()), "--resume"]
+        return task._replace(command=[sys.executable, *(several if processes > 1 else []), *words])
+
+    def earlier(self, cell: Cell) -> Path | None:
+        """Return a run that has ended elsewhere and is the same."""
+        return self._earlier(self._config.run(cell), self._corpus)
+
+    def facts(self, folder: Path) -> dict[str, Any]:
+        """Return what the page tells of all runs."""
+        config, corpus = self._config, self._corpus
+        cells = config.compare.cells()
+        results = [read_json(folder / RUNS / cell.name / RESULT) for cell in cells]
+        return {
+            "unit": "nats per token",
+            "maps": {variant: _map(config, variant) for variant in config.compare.variants},
+            "labels": {name: text for name, text in self._labels.items() if name in config.compare.variants},
+            "facts": {
+                "corpus": {
+                    "train_tokens": len(corpus.train),
+                    "valid_tokens": len(corpus.valid),
+                    "train_documents": corpus.train_documents,
+                    "valid_documents": corpus.valid_documents,
+                    "tokenizer": corpus.tokenizer.name,
+                },
+                "model": {"parameters": next((r["parameters"] for r in results if "parameters" in r), None)},
+                "config": config.table(),
+                # Where the first run began: on a cluster this is another machine.
+                "provenance": read_facts(folder / RUNS / cells[0].name)["provenance"],
+            },
+        }
+
+
+def _with_machine(config: CompareConfig) -> CompareConfig:
+    """Fill in what all runs have alike: their share of the machine, what they ask of the cluster, absolute paths."""
+    compute, grid, cluster = config.compute, config.compare, config.cluster
+    if grid.on_cluster:
+        on_gpu = compute.device.startswith("cuda")
+        if compute.device == "auto" and cluster.gpus is None:
+            raise ValueError("device must be 'cuda' or 'cpu' with cluster 'slurm' and without gpus, got 'auto'")
+        if on_gpu and cluster.gpus == 0:
+            raise ValueError(f"gpus must be at least 1 for device {compute.device!r}, got 0")
+        cluster = dataclasses.replace(cluster, gpus=int(on_gpu) if cluster.gpus is None else cluster.gpus)
+        device = ("cuda" if cluster.gpus else "cpu") if compute.device == "auto" else compute.device
+        compute = dataclasses.replace(compute, device=device, threads=compute.threads or cluster.cpus)
+    elif (jobs := grid.jobs or 1) > 1:
+        compute = dataclasses.replace(compute, threads=compute.threads or threads_each(jobs))
+    variants = config.variant
+    for name, table in variants.items():
+        if weights := table.get("train", {}).get("weights"):
+            variants = merge(variants, {name: {"train": {"weights": absolute(weights)}}})
+    return dataclasses.replace(
+        config,
+        data=str(absolute(config.data)),
+        train=dataclasses.replace(config.train, weights=absolute(config.train.weights)),
+        compute=compute,
+        cluster=cluster,
+        variant=variants,
+    )
+
+
+def _anywhere(config: RunConfig, corpus: Corpus) -> RunConfig:
+    """Return the resolved run on a device that every machine has."""
+    on_cpu = dataclasses.replace(config, compute=dataclasses.replace(config.compute, device="cpu"))
+    return resolve(on_cpu, corpus.vocab_size)
+
+
+def _map(config: CompareConfig, variant: str) -> dict[str, Any] | None:
+    run = config.example(variant)
+    curve = map_of(run.sel, run.model.width)
+    return None if curve is None else {"home": run.sel.home, "start": run.sel.starts_as, **curve.to_dict()}
+
+
+# --- Runs of a command -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CommandConfig(Schema):
+    """A comparison of the runs of one command.
+
+    Args:
+        command: the command of a run, with the places {variant}, {lr}, {seed} and {out}. It is split into words as by a
+            shell, but no shell runs it. It must write {out}/result.json, such as {"loss": 2.31}.
+    """
+
+    command: str
+    compare: GridConfig = field(default_factory=GridConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    def __post_init__(self) -> None:
+        """Check the command and the names of the variants."""
+        super().__post_init__()
+        grid = self.compare
+        try:
+            words = shlex.split(self.command)
+            places = {name for word in words for _, name, _, _ in string.Formatter().parse(word) if name is not None}
+        except ValueError as error:
+            raise ValueError(
+                f"command must be words that a shell could split, with its own braces written twice, got "
+                f"{self.command!r}: {error}"
+            ) from None
+        optional = {"lr": len(grid.lrs) == 1, "seed": len(grid.seeds + grid.confirm_seeds) == 1}
+        for name in _PLACES:
+            if name not in places and not optional.get(name):
+                raise ValueError(f"command must have the place {{{name}}}, got {self.command!r}")
+        for name in sorted(places - set(_PLACES)):
+            raise ValueError(
+                f"command has the unknown place {{{name}}}: the places are {{variant}}, {{lr}}, {{seed}} and {{out}}; "
+                f"write braces of its own twice, got {self.command!r}"
+            )
+        if not grid.on_cluster and shutil.which(words[0]) is None:
+            raise ValueError(
+                f"command must begin with a program that exists, got {words[0]!r}; no shell runs it, "
+                "for its syntax use bash -c '...', for variables env NAME=value"
+            )
+        for name in grid.variants:
+            if not name.isprintable() or not name.strip() or set(name) & set("/\\"):
+                raise ValueError(f"variants must be names that a folder can have, without '/', got {name!r}")
+
+    def words(self, cell: Cell, out: Path) -> list[str]:
+        """Return the words of the command of one run, with the absolute path of its folder."""
+        values = dict(
+            zip(_PLACES, (cell.variant, str(float(cell.lr)), str(cell.seed), str(out.resolve())), strict=True)
+        )
+        return [word.format(**values) for word in shlex.split(self.command)]
+
+
+class Command:
+    """Runs of a program of the user's own."""
+
+    def __init__(self, config: CommandConfig) -> None:
+        self._config, self.grid = config, config.compare
+
+    def table(self) -> dict[str, Any]:
+        """Return the configuration."""
+        return to_table(self._config)
+
+    def begin(self, folder: Path) -> str:
+        """Check that the folder has runs of this command, which is returned."""
+        command = self._config.command
+        if (folder / CONFIG).exists():
+            saved = saved_config(CommandConfig, folder / CONFIG).command
+            if saved != command:
+                raise ValueError(f"command must be that of the folder, {saved!r}, got {command!r}: choose a new --out")
+        return command
+
+    def task(self, label: str, cell: Cell, folder: Path) -> Task:
+        """Return the command, for a folder that is made."""
+        folder.mkdir(parents=True, exist_ok=True)
+        return Task(label, folder, self._config.words(cell, folder), self._config.cluster, on_gpu=True)
+
+    def earlier(self, _: Cell) -> Path | None:
+        """Return None: no other comparison has these runs."""
+        return None
+
+    def facts(self, _: Path) -> dict[str, Any]:
+        """Return what the page tells of all runs."""
+        return {"facts": {"config": self.table(), "provenance": provenance()}}

@@ -1,0 +1,55 @@
+"""Execute the runs of a comparison in this process, one by one: a process of its own takes seconds to start."""
+
+import contextlib
+import io
+import runpy
+import sys
+
+import pytest
+
+from symexplin import cli
+from symexplin.lab.compare import sweep
+
+__all__ = ["executed", "in_process"]
+
+
+def _status(words):
+    if "symexplin" in words:
+        return cli.main(words[words.index("symexplin") + 1 :])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", words[1:])
+        try:
+            runpy.run_path(words[1], run_name="__main__")
+        except SystemExit as error:
+            if isinstance(error.code, str):
+                sys.stderr.write(error.code)
+            return int(bool(error.code))
+    return 0
+
+
+def _execute(tasks, _out, _grid, echo):
+    while tasks:
+        task, said = tasks.popleft(), io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            status = _status(task.command)
+        lines = said.getvalue().splitlines()
+        for line in lines:
+            if line.startswith("train: "):
+                echo(f"{task.label}{line.removeprefix('train')}")
+        last = (lines or ["no output"])[-1].removeprefix("symexplin: error: ")
+        yield task, None if task.result.exists() else last if status else f"ended without result.json: {last}"
+
+
+@contextlib.contextmanager
+def executed():
+    """Execute here meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, "execute", _execute)
+        yield
+
+
+@pytest.fixture
+def in_process():
+    """Execute here in a test."""
+    with executed():
+        yield
