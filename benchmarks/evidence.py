@@ -3,20 +3,21 @@
     python benchmarks/evidence.py            # write the tables of docs/reference/experiments.md and of README
     python benchmarks/evidence.py --check    # fail if they are not what the rows say
 
-Each variant counts at its own best learning rate, the one with the most seeds and then the lowest mean loss.
-Differences to the baseline are taken seed by seed; symexplin.lab.compare.interval has the rule for words.
+Each variant counts at its own best learning rate, and differences to the baseline are taken seed by seed, as in every
+comparison (symexplin.lab.compare.comparison); symexplin.lab.compare.interval has the rule for words.
 """
 
 import argparse
-import csv
 import math
 import re
-import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from symexplin.experiments.results import comparisons
+from symexplin.lab.compare.comparison import Comparison, Row
 from symexplin.lab.compare.interval import BETTER, NO_DIFFERENCE, TOO_FEW, WORSE, Interval
 
 ROOT = Path(__file__).parents[1]
@@ -29,12 +30,10 @@ TEXTS = {  # by the start of the data's fingerprint
 }
 DIVERGED = "diverged"
 FRESH = 10  # seeds from this one on had no part in a choice
-Losses = Mapping[int, float]  # by seed
 
 
-@dataclass(frozen=True)
-class Experiment:
-    """The runs of one table and panel at one commit: {variant: {learning rate: {seed: loss}}}, the baseline first."""
+class Experiment(NamedTuple):
+    """What was trained where: the runs of one table and panel at one commit."""
 
     table: str
     panel: str
@@ -42,7 +41,6 @@ class Experiment:
     steps: int
     commit: str
     fresh: bool
-    variants: Mapping[str, Mapping[float, Losses]]
 
     @property
     def setting(self) -> str:
@@ -50,35 +48,29 @@ class Experiment:
         fresh = ", fresh seeds" if self.fresh else ""
         return f"{self.panel}, {self.steps:,} steps, {self.text}{fresh}"
 
-    @property
-    def baseline(self) -> str:
-        """AdamW where it was trained, else the first variant."""
-        return "AdamW" if "AdamW" in self.variants else next(iter(self.variants))
 
-    def best(self, variant: str) -> tuple[float, Losses] | None:
-        """Return a variant's best learning rate with its losses; None if it diverged at all of them."""
-        finite = [
-            (lr, losses) for lr, losses in self.variants[variant].items() if all(map(math.isfinite, losses.values()))
-        ]
-        if not finite:
-            return None
-        return min(finite, key=lambda found: (-len(found[1]), statistics.fmean(found[1].values())))
+Compared = tuple[Experiment, Comparison]
 
 
-def experiments(path: Path = ROWS) -> list[Experiment]:
+def experiments(path: Path = ROWS) -> list[Compared]:
     """Return all experiments of a file of rows, in its order."""
-    found: dict[tuple[str, ...], dict[str, dict[float, dict[int, float]]]] = {}
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            text = TEXTS[row["data"][:8]]
-            fresh = "fresh" if int(row["seed"]) >= FRESH else ""
-            variants = found.setdefault((row["table"], row["panel"], text, row["steps"], row["commit"][:7], fresh), {})
-            losses = variants.setdefault(row["variant"], {}).setdefault(float(row["lr"]), {})
-            losses[int(row["seed"])] = float(row["final_loss"] or math.nan)
-    return [
-        Experiment(table, panel, text, int(steps), commit, bool(fresh), variants)
-        for (table, panel, text, steps, commit, fresh), variants in found.items()
-    ]
+
+    def of(row: Mapping[str, str]) -> Experiment:
+        text, fresh = TEXTS[row["data"][:8]], int(row["seed"]) >= FRESH
+        return Experiment(row["table"], row["panel"], text, int(row["steps"]), row["commit"][:7], fresh)
+
+    return list(comparisons(path, of).items())
+
+
+def best(comparison: Comparison, variant: str) -> Row:
+    """Return a variant's row at its own best learning rate."""
+    return comparison.best[comparison.variants.index(variant)]
+
+
+def losses(comparison: Comparison, variant: str) -> tuple[object, ...]:
+    """Return the best learning rate and the loss of each seed there, by which the same runs are known."""
+    lr = comparison.best_lr(variant)
+    return lr, *sorted((seed, run.loss) for seed, run in comparison.at(variant, lr).items())
 
 
 def in_seeds(count: int) -> str:
@@ -86,101 +78,88 @@ def in_seeds(count: int) -> str:
     return f"{count} seed{'s' * (count > 1)}"
 
 
-def ends(found: Interval) -> str:
+def ends(interval: Interval) -> str:
     """Return the 99% interval, "" with too few seeds for one."""
-    return "" if math.isinf(found.detectable) else f"{found.low:+.4f} to {found.high:+.4f}"
-
-
-def difference(experiment: Experiment, variant: str) -> Interval | None:
-    """Return a variant's difference to the baseline; None if they share no seed."""
-    ours, theirs = experiment.best(variant), experiment.best(experiment.baseline)
-    if ours is None or theirs is None or not (shared := sorted(ours[1].keys() & theirs[1].keys())):
-        return None
-    return Interval([ours[1][seed] - theirs[1][seed] for seed in shared])
+    return "" if math.isinf(interval.detectable) else f"{interval.low:+.4f} to {interval.high:+.4f}"
 
 
 @dataclass(frozen=True)
 class Group:
     """Experiments with the same baseline runs, and the variants of them all."""
 
-    experiments: Sequence[Experiment]
-    variants: Sequence[tuple[str, Experiment]]  # each with the experiment that has it
+    experiments: Sequence[Compared]
+    variants: Sequence[tuple[str, Compared]]  # each with the experiment that has it
 
     @property
-    def seeds(self) -> int:
-        """The number of seeds, of the baseline."""
-        first = self.experiments[0]
-        best = first.best(first.baseline)
-        return len(best[1]) if best else 0
+    def baseline(self) -> Row:
+        """The row of the baseline."""
+        return self.experiments[0][1].best[0]
 
     def rows(self) -> Iterator[str]:
         """Yield a row for each verdict: the setting and the baseline, the verdict, the variants."""
-        first = self.experiments[0]
-        best = first.best(first.baseline)
-        assert best is not None
-        commits = ", ".join(dict.fromkeys(x.commit for x in self.experiments))
-        seeds = f"{in_seeds(self.seeds)} ({commits})"
-        baseline = f"{first.baseline}, {best[0]:g}: {statistics.fmean(best[1].values()):.4f}"
-        title = f"**{first.setting}**<br>{baseline}<br>{seeds}"
+        commits = ", ".join(dict.fromkeys(experiment.commit for experiment, _ in self.experiments))
+        base = self.baseline
+        title = f"**{self.experiments[0][0].setting}**<br>{base.variant}, {base.lr:g}: {base.loss:.4f}"
+        title += f"<br>{in_seeds(len(base.seeds))} ({commits})"
         by_verdict: dict[str, list[str]] = {}
-        for variant, experiment in self.variants:
-            verdict, cell = self.cell(variant, experiment)
+        for variant, compared in self.variants:
+            verdict, cell = self.cell(variant, compared)
             by_verdict.setdefault(verdict, []).append(cell)
         for verdict in (BETTER, NO_DIFFERENCE, WORSE, TOO_FEW, DIVERGED):
             if cells := by_verdict.get(verdict):
                 yield f"| {title} | {verdict} | {'<br>'.join(cells)} |"
                 title = "..."
 
-    def cell(self, variant: str, experiment: Experiment) -> tuple[str, str]:
+    def cell(self, variant: str, compared: Compared) -> tuple[str, str]:
         """Return the verdict on a variant, and its learning rate, difference and half-width."""
-        best, found = experiment.best(variant), difference(experiment, variant)
-        if best is None or found is None:
+        experiment, comparison = compared
+        row = best(comparison, variant)
+        if row.interval is None:
             return DIVERGED, variant
         if [name for name, _ in self.variants].count(variant) > 1:
             variant = f"{variant} ({experiment.commit})"
-        half = "" if math.isinf(found.detectable) else f" ± {found.detectable:.4f}"
-        seeds = f" ({in_seeds(len(found.values))})" if len(found.values) != self.seeds else ""
-        return found.verdict, f"{variant}, {best[0]:g}: {found.mean:+.4f}{half}{seeds}"
+        interval = row.interval
+        half = "" if math.isinf(interval.detectable) else f" ± {interval.detectable:.4f}"
+        seeds = f" ({in_seeds(len(interval.values))})" if len(interval.values) != len(self.baseline.seeds) else ""
+        return interval.verdict, f"{variant}, {row.lr:g}: {interval.mean:+.4f}{half}{seeds}"
 
 
-def groups(found: Iterable[Experiment]) -> list[Group]:
+def groups(compared: Iterable[Compared]) -> list[Group]:
     """Return experiments grouped by baseline runs.
 
     A variant appears once in a group, unless its runs differ; with one seed, only where no group has more.
     """
-    same: dict[object, list[Experiment]] = {}
-    for experiment in found:
-        lr, losses = experiment.best(experiment.baseline) or (math.nan, {})
-        same.setdefault((experiment.setting, experiment.baseline, lr, *sorted(losses.items())), []).append(experiment)
+    same: dict[object, list[Compared]] = {}
+    for experiment, comparison in compared:
+        base = comparison.baseline
+        same.setdefault((experiment.setting, base, losses(comparison, base)), []).append((experiment, comparison))
     merged = [Group(members, distinct(members)) for members in same.values()]
-    tried = {(x.setting, v) for group in merged if group.seeds > 1 for v, x in group.variants}
+    tried = {(x.setting, v) for group in merged if len(group.baseline.seeds) > 1 for v, (x, _) in group.variants}
     for i, group in enumerate(merged):
-        if group.seeds == 1:
-            merged[i] = Group(group.experiments, [(v, x) for v, x in group.variants if (x.setting, v) not in tried])
+        if len(group.baseline.seeds) == 1:
+            new = [(v, (x, c)) for v, (x, c) in group.variants if (x.setting, v) not in tried]
+            merged[i] = Group(group.experiments, new)
     return [group for group in merged if group.variants]
 
 
-def distinct(found: Iterable[Experiment]) -> list[tuple[str, Experiment]]:
+def distinct(compared: Iterable[Compared]) -> list[tuple[str, Compared]]:
     """Return the variants of experiments but the baseline, those with the same best runs once."""
-    variants: dict[object, tuple[str, Experiment]] = {}
-    for experiment in found:
-        for variant in experiment.variants:
-            if variant == experiment.baseline:
-                continue
-            lr, losses = experiment.best(variant) or (math.nan, {})
-            variants.setdefault((variant, lr, *sorted(losses.items())), (variant, experiment))
+    variants: dict[object, tuple[str, Compared]] = {}
+    for experiment, comparison in compared:
+        for variant in comparison.variants[1:]:
+            variants.setdefault((variant, losses(comparison, variant)), (variant, (experiment, comparison)))
     return list(variants.values())
 
 
-def page(text: str, found: Sequence[Experiment]) -> str:
+def page(text: str, compared: Sequence[Compared]) -> str:
     """Return the page with its tables replaced; the comment before each names the tables that its rows are of."""
-    left = {x.table for x in found}
+    left = {experiment.table for experiment, _ in compared}
 
     def table(place: re.Match[str]) -> str:
         names = place[1].split(", ")
         left.difference_update(names)
         rows = ["| trained; baseline | verdict | variant, learning rate: difference |", "|---|---|---|"]
-        for group in groups(x for name in names for x in found if x.table == name):
+        for group in groups(x for name in names for x in compared if x[0].table == name):
             rows += group.rows()
         return f"<!-- rows of {place[1]} -->\n\n" + "\n".join(rows) + "\n"
 
@@ -239,31 +218,24 @@ SHOWN: Mapping[str, Sequence[tuple[tuple[str, str, str, int], str] | None]] = {
 }
 
 
-def readme_table(found: Sequence[Experiment]) -> str:
+def readme_table(compared: Sequence[Compared]) -> str:
     """Return the evidence table of README."""
-    by_key = {(x.table, x.panel, x.commit, x.steps): x for x in found if not x.fresh}
+    by_key = {(x.table, x.panel, x.commit, x.steps): comparison for x, comparison in compared if not x.fresh}
     rows = [f"| trained from scratch | AdamW | {' | '.join(COLUMNS)} | seeds |", "|---|---|---|---|---|---|"]
     for title, places in SHOWN.items():
-        cells, seeds, baseline = [], [], ""
-        for place in places:
-            if place is None:
-                cells.append("")
-                continue
-            experiment = by_key[place[0]]
-            best, shown = experiment.best(experiment.baseline), difference(experiment, place[1])
-            assert best is not None
-            assert shown is not None
-            cells.append(in_words(shown))
-            seeds.append(len(shown.values))
-            baseline = baseline or f"{statistics.fmean(best[1].values()):.4f}"
-        rows.append(f"| {title} | {baseline} | {' | '.join(cells)} | {' to '.join(map(str, sorted(set(seeds))))} |")
+        shown = [place and (by_key[place[0]], place[1]) for place in places]
+        intervals = [one and best(*one).interval for one in shown]
+        cells = [in_words(interval) if interval else "" for interval in intervals]
+        seeds = sorted({len(interval.values) for interval in intervals if interval})
+        baseline = next(one[0].best[0].loss for one in shown if one)
+        rows.append(f"| {title} | {baseline:.4f} | {' | '.join(cells)} | {' to '.join(map(str, seeds))} |")
     return "\n".join(rows)
 
 
-def in_words(found: Interval) -> str:
+def in_words(interval: Interval) -> str:
     """Return the mean difference, its interval and the verdict."""
-    between = f" ({ends(found)})" if ends(found) else ""
-    return f"{found.mean:+.4f}{between}, {found.verdict.removesuffix(' detected')}"
+    between = f" ({ends(interval)})" if ends(interval) else ""
+    return f"{interval.mean:+.4f}{between}, {interval.verdict.removesuffix(' detected')}"
 
 
 def with_table(text: str, table: str) -> str:
@@ -280,8 +252,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing, and fail if a file is not up to date")
     options = parser.parse_args()
-    found = experiments()
-    wanted = {PAGE: page(PAGE.read_text(), found), README: with_table(README.read_text(), readme_table(found))}
+    compared = experiments()
+    wanted = {PAGE: page(PAGE.read_text(), compared), README: with_table(README.read_text(), readme_table(compared))}
     stale = [path for path, text in wanted.items() if path.read_text() != text]
     for path in stale:
         if options.check:

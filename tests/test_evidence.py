@@ -26,11 +26,11 @@ def test_readme_and_the_page_of_experiments_are_what_the_rows_say():
 
 
 def test_every_variant_of_every_row_is_on_the_page(evidence):
-    found = evidence.experiments()
+    compared = [comparison for _, comparison in evidence.experiments()]
     rows = (ROOT / "results/mini.csv").read_text().splitlines()[1:]
-    assert sum(len(losses) for x in found for rates in x.variants.values() for losses in rates.values()) == len(rows)
+    assert sum(len(comparison.runs) for comparison in compared) == len(rows)
     page = (ROOT / "docs/reference/experiments.md").read_text()
-    for variant in {variant for x in found for variant in x.variants}:
+    for variant in {variant for comparison in compared for variant in comparison.variants}:
         assert re.search(rf"(>|\| ){re.escape(variant)}( \\(\\w+\\))?, [\d.]+: ", page), variant
 
 
@@ -50,9 +50,10 @@ def test_words_need_an_interval_on_one_side_of_zero(evidence, tmp_path):
         add("diverged", 0.2, seed, "")
     add("lower", 0.2, 0, 0.1)  # one seed does not make a best rate beside three
     path.write_text("\n".join(lines) + "\n")
-    (experiment,) = evidence.experiments(path)
-    words = {variant: evidence.difference(experiment, variant) for variant in experiment.variants}
-    assert experiment.best("lower")[0] == 0.1
+    ((experiment, comparison),) = evidence.experiments(path)
+    assert experiment.setting == "p, 600 steps, Python sources"
+    words = {row.variant: row.interval for row in comparison.best}
+    assert evidence.best(comparison, "lower").lr == 0.1
     assert words["lower"].verdict == "better"
     assert words["higher"].verdict == "worse"
     assert words["same"].verdict == "no difference detected"
