@@ -304,7 +304,7 @@ def _sample(
       symexplin sample runs/first --prompt "Once" --length 300 --temperature 0.7
     """
     from symexplin.lab.evaluate import sample
-    from symexplin.lab.load import load_trained
+    from symexplin.lab.weights import load_trained
 
     trained, tokenizer, _ = load_trained(model, echo=_warn)
     print(sample(trained, tokenizer, prompt, length, temperature=temperature, top_k=top_k, seed=seed))
@@ -322,7 +322,7 @@ def _export(model: _Run, /, *, out: str) -> None:
       symexplin export runs/first --out mymodel
     """
     from symexplin.lab.export import export_transformers
-    from symexplin.lab.load import load_trained
+    from symexplin.lab.weights import load_trained
 
     trained, tokenizer, curve = load_trained(model, echo=_warn)
     export_transformers(trained, out, tokenizer, curve, echo=print)

@@ -234,7 +234,7 @@ class Operators(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ARG002
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += not func.is_view and func is not torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
 

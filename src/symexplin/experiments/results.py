@@ -93,8 +93,8 @@ def earlier_runs(out: Path, on_cluster: bool) -> "Callable[[RunConfig, Corpus], 
     processors, nor what runs choose for theirs: there the keys of [compute] that are given must be the same.
     """
     from symexplin.lab.config import ComputeConfig, resolve
-    from symexplin.lab.load import digest_of
     from symexplin.lab.provenance import provenance
+    from symexplin.lab.weights import digest_of
 
     here = functools.cache(provenance)
     known: dict[tuple[str, str], list[tuple[Path, Mapping[str, Any], Mapping[str, Any]]]] = {}

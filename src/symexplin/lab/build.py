@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 import symexplin as sel
 from symexplin.lab.config import RunConfig
-from symexplin.lab.load import start_from
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks
+from symexplin.lab.weights import start_from
 from symexplin.patterns import by_name
 
 __all__ = ["Built", "build", "build_model", "clear_gradients"]

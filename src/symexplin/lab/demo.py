@@ -78,9 +78,8 @@ def run_demo(out: str | Path, config: DemoConfig, echo: Callable[[str], None] = 
     from symexplin.lab.compare.sweep import compare
     from symexplin.lab.data.prepare import PrepareConfig, prepare
     from symexplin.lab.evaluate import sample
-    from symexplin.lab.load import load_trained
     from symexplin.lab.report.pages import report_comparison
-    from symexplin.lab.weights import MODEL
+    from symexplin.lab.weights import MODEL, load_trained
 
     with claimed(out, "demo", {DEMO, _DATA}) as folder:
         # One split for all seeds.

@@ -20,17 +20,26 @@ from symexplin.lab.checkpoint import newest, save_checkpoint, tidy
 from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import file_digest, read_json, read_json_lines, replace_file, write_json
-from symexplin.lab.folders import CONFIG, FACTS, RESULT, TOKENIZER, check_resumable, check_unused, claimed, read_facts
-from symexplin.lab.load import digest_of
+from symexplin.lab.folders import (
+    CONFIG,
+    FACTS,
+    METRICS,
+    RESULT,
+    TOKENIZER,
+    Recorder,
+    check_resumable,
+    check_unused,
+    claimed,
+    read_facts,
+)
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.process import Stopped, StopSignals
 from symexplin.lab.provenance import memory, provenance
-from symexplin.lab.record import METRICS, Recorder
 from symexplin.lab.settings import dump_toml, lines, to_table
 from symexplin.lab.train import NonFiniteError, Trainer
-from symexplin.lab.weights import MODEL, save_model
+from symexplin.lab.weights import MODEL, digest_of, save_model
 
 __all__ = ["MODEL", "check_inputs", "evaluations", "train"]
 

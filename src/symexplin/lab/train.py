@@ -13,14 +13,21 @@ from torch import Tensor, nn
 
 import symexplin as sel
 from symexplin.lab.build import build, build_model, clear_gradients
-from symexplin.lab.checkpoint import OPTIMIZER, load_optimizer, split_optimizer
 from symexplin.lab.config import RunConfig, TrainConfig
 from symexplin.lab.data.batches import BatchLoader, Corpus, eval_batches
 from symexplin.lab.evaluate import evaluate
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks
-from symexplin.lab.weights import MODEL, load_weights, save_model, write_tensors
+from symexplin.lab.weights import (
+    MODEL,
+    OPTIMIZER,
+    load_optimizer,
+    load_weights,
+    save_model,
+    split_optimizer,
+    write_tensors,
+)
 from symexplin.optim.shard import is_dtensor, local, whole
 
 __all__ = ["NonFiniteError", "Trainer", "lr_factor"]

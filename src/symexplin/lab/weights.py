@@ -1,32 +1,47 @@
-"""Weights as safetensors files: those of any model, and those of runs, whose headers tell the model and its map."""
+"""Weights and optimizer states as safetensors files, and trained models from a run, a checkpoint or such a file.
+
+The headers of a run's weights tell the model and its map.
+"""
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from symexplin.config import SELConfig
-from symexplin.lab.files import read_json, replacing
+from symexplin.lab.checkpoint import is_checkpoint, load_checkpoint, newest_intact
+from symexplin.lab.data.tokenizer import Tokenizer
+from symexplin.lab.files import file_digest, read_json, replacing
+from symexplin.lab.folders import FACTS, RESULT, TOKENIZER
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.parallel import placed
 from symexplin.modules import convert, fold
 from symexplin.validation import naming
 
 __all__ = [
-    *("MODEL", "is_raw", "iter_tensors", "load_model", "load_weights"),
-    *("map_entry", "read_map", "save_model", "write_tensors"),
+    *("MODEL", "OPTIMIZER", "Trained", "digest_of", "find_weights", "is_raw", "iter_tensors"),
+    *("load_model", "load_optimizer", "load_trained", "load_weights", "map_entry", "read_map"),
+    *("save_model", "split_optimizer", "start_from", "write_tensors"),
 ]
 
-MODEL, _INDEX = "model.safetensors", "model.safetensors.index.json"
+MODEL, OPTIMIZER, _INDEX = "model.safetensors", "optimizer.safetensors", "model.safetensors.index.json"
 # The entry of a header, JSON of what is known: "config", the shape of the model, and "map", which it was trained with.
 # One entry, because safetensors writes several in random order.
 _ENTRY = "symexplin"
 _TIED = "head.weight"
+# State that is sharded as its parameter: the weight's own. Optimizers with scales take those whole, and shard them.
+_OF_WEIGHTS = frozenset({"raw", "master", "exp_avg", "exp_avg_sq", "momentum_buffer"})
+
+Echo = Callable[[str], None]
+
+# --- Any safetensors file --------------------------------------------------------------------------------------------
 
 
 def iter_tensors(path: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -67,15 +82,14 @@ def _open(path: Path) -> Any:
 
 def _header(path: str | Path) -> dict[str, Any]:
     with _open(_parts(Path(path))[0]) as file:
-        found: dict[str, Any] = json.loads((file.metadata() or {}).get(_ENTRY, "{}"))
-    return found
+        return dict(json.loads((file.metadata() or {}).get(_ENTRY, "{}")))
 
 
 def read_map(path: str | Path) -> SELConfig | None:
     """Return the map that the weights at `path` were trained with, None if their header names none."""
-    found = _header(path).get("map")
+    table = _header(path).get("map")
     with naming(f"header of {str(path)!r}: map"):
-        return None if found is None else SELConfig.from_dict(found)
+        return None if table is None else SELConfig.from_dict(table)
 
 
 def map_entry(curve: SELConfig | None, **others: Any) -> dict[str, str]:
@@ -104,6 +118,9 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], entries: Mapp
         temporary.chmod(mode)  # safetensors writes files with mode 600
 
 
+# --- Models of the laboratory -----------------------------------------------------------------------------------------
+
+
 def save_model(
     model: Transformer, path: str | Path, curve: SELConfig | None = None, state: Mapping[str, Tensor] | None = None
 ) -> None:
@@ -127,13 +144,13 @@ def load_model(path: str | Path) -> Transformer:
         FileNotFoundError: the file does not exist.
         ValueError: a file without the shape of a model, or with tensors that do not fit its shape.
     """
-    found, curve = _header(path).get("config"), read_map(path)
-    if found is None:
+    shape, curve = _header(path).get("config"), read_map(path)
+    if shape is None:
         known = "a model of this version of symexplin, with a config in its header"
         raise ValueError(f"path must be {known}, got {str(path)!r} without one")
     with naming(f"header of {str(path)!r}: config"):
         try:
-            config = ModelConfig(**found)
+            config = ModelConfig(**shape)
         except TypeError as error:
             raise ValueError(f"is of another version of symexplin: {error}") from None
     tensors = dict(iter_tensors(path))
@@ -158,3 +175,100 @@ def load_weights(model: Transformer, path: str | Path) -> None:
     except RuntimeError as error:
         first = str(error).splitlines()[1].strip()
         raise ValueError(f"{str(path)!r} does not fit its model: {first}") from None
+
+
+class Trained(NamedTuple):
+    """A plain model, its tokenizer, and the map that it was trained with; None for ordinary weights."""
+
+    model: Transformer
+    tokenizer: Tokenizer
+    map: SELConfig | None
+
+
+def load_trained(path: str | Path, echo: Echo = warnings.warn) -> Trained:
+    """Return the model of a run, a checkpoint, or a model.safetensors with tokenizer.json beside it.
+
+    `echo` receives a warning for each damaged checkpoint that is passed over.
+    """
+    file = find_weights(path, echo=echo)
+    # A checkpoint is two folders below its run, which has the tokenizer.
+    place = next((p for p in (file.parent, file.parent.parent.parent) if (p / TOKENIZER).exists()), None)
+    if place is None:
+        raise FileNotFoundError(f"no {TOKENIZER} beside {str(file)!r}: copy that of the run or of its data there")
+    options = read_json(place / FACTS).get("tokenizer", {}) if (place / FACTS).exists() else {}
+    return Trained(load_model(file), Tokenizer.load(place / TOKENIZER, **options), read_map(file))
+
+
+def find_weights(path: str | Path, name: str = "path", echo: Echo = warnings.warn) -> Path:
+    """Return the file with the final weights of a run, else with those of its newest intact checkpoint.
+
+    `path` may also be a checkpoint or a safetensors file. Messages call it `name`.
+    """
+    path = Path(path)
+    if not path.exists():
+        wanted = f"{name} must be the folder of a run or a model's file"
+        raise FileNotFoundError(f"{wanted}, got {str(path)!r}, which does not exist")
+    if not path.is_dir():
+        return path
+    if is_checkpoint(path):
+        load_checkpoint(path)
+    if (path / MODEL).exists() and not _is_damaged(path, echo):
+        return path / MODEL
+    intact = newest_intact(path, echo)
+    if intact is None:
+        raise ValueError(f"{name} must be a run with weights or a model's file, got {str(path)!r} without weights")
+    return intact[0] / MODEL
+
+
+def _is_damaged(run: Path, echo: Echo) -> bool:
+    """Whether the final weights of a run are not those that it has written."""
+    digest = read_json(run / RESULT).get("sha256") if (run / RESULT).exists() else None
+    damaged = digest is not None and digest != file_digest(run / MODEL)
+    if damaged:
+        echo(f"warning: {run / MODEL} is damaged, it does not match its digest: taking the newest checkpoint instead")
+    return damaged
+
+
+def start_from(model: Transformer, path: str | Path) -> None:
+    """Load the weights at `path` into a plain model of the same shape; the context may differ."""
+    with naming("weights"):
+        source = load_model(find_weights(path, "weights"))
+    there, here = (dataclasses.asdict(each.config) for each in (source, model))
+    for key in here:
+        if there[key] != here[key] and key not in ("context", "init", "qk_gain", "embedding_std"):
+            raise ValueError(f"weights must be of a model with {key} {here[key]}, got {str(path)!r} with {there[key]}")
+    model.load_state_dict(source.state_dict())
+
+
+def digest_of(path: str | Path) -> str:
+    """Return the SHA-256 of the weights that a run starts from; `path` is that of :func:`start_from`."""
+    return file_digest(find_weights(path, "weights"))
+
+
+# --- The state of an optimizer ----------------------------------------------------------------------------------------
+
+
+def split_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of an optimizer's state by name, for the file OPTIMIZER, and the rest as plain values."""
+    whole = optimizer.state_dict()
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, dict[str, Any]] = {}
+    for index, state in whole["state"].items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"{index}.{key}"] = value
+            else:
+                plain.setdefault(str(index), {})[key] = value
+    return tensors, {"groups": whole["param_groups"], "plain": plain}
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, folder: Path, saved: Mapping[str, Any]) -> None:
+    """Load the state of :func:`split_optimizer` from a checkpoint; sharded parameters take their part of it."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in saved["plain"].items()}
+    for name, tensor in iter_tensors(folder / OPTIMIZER):
+        index, _, key = name.partition(".")
+        own = placed(tensor, parameters[int(index)]) if key in _OF_WEIGHTS else tensor
+        # A copy: tensors of mapped files are not aligned as kernels need them.
+        state.setdefault(int(index), {})[key] = own.clone()
+    optimizer.load_state_dict({"state": state, "param_groups": saved["groups"]})

@@ -13,17 +13,16 @@ from torch import Tensor, nn
 from symexplin.curve import Curved, Map
 from symexplin.experiments.tables import TABLE, read_table
 from symexplin.lab.build import Built, build
-from symexplin.lab.checkpoint import load_optimizer, newest_intact
+from symexplin.lab.checkpoint import newest_intact
 from symexplin.lab.compare.comparison import Comparison
 from symexplin.lab.compare.grid import COMPARISON
 from symexplin.lab.config import RunConfig
 from symexplin.lab.files import read_json
 from symexplin.lab.folders import CONFIG, FACTS, saved_config
-from symexplin.lab.load import find_weights
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.report.charts import Floats
-from symexplin.lab.weights import MODEL, load_weights
+from symexplin.lab.weights import MODEL, find_weights, load_optimizer, load_weights
 from symexplin.modes import Scales
 from symexplin.modules import SELLinear
 from symexplin.optim import RawSpaceOptimizer

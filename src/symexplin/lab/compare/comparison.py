@@ -13,7 +13,7 @@ from symexplin.config import SELConfig
 from symexplin.lab.compare.grid import COMPARISON, RUNS, Cell
 from symexplin.lab.compare.interval import ENOUGH_SEEDS, Interval
 from symexplin.lab.files import format_columns, read_json, read_json_lines, write_json
-from symexplin.lab.record import METRICS
+from symexplin.lab.folders import METRICS
 
 __all__ = ["ONE_LR", "Comparison", "Row", "Run"]
 

@@ -18,11 +18,11 @@ from symexplin.lab.config import RunConfig, absolute, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.folders import FACTS, RESULT, check_resumable, read_facts, saved_config
-from symexplin.lab.load import digest_of
 from symexplin.lab.maps import map_of
 from symexplin.lab.provenance import provenance
 from symexplin.lab.run import check_inputs
 from symexplin.lab.settings import Schema, dump_toml, from_table, load_toml, merge, to_table
+from symexplin.lab.weights import digest_of
 
 __all__ = ["Command", "CommandConfig", "Laboratory", "configured", "kind_of"]
 
