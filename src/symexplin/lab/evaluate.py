@@ -41,7 +41,7 @@ def evaluate(
     model.train(was_training)
     # All at once: each look at a number waits for the device.
     values = torch.stack(losses).tolist()
-    total, count = ranks.sums(sum(map(operator.mul, values, counts)), sum(counts))
+    total, count = map(sum, ranks.columns(sum(map(operator.mul, values, counts)), sum(counts)))
     return total / count
 
 

@@ -49,13 +49,17 @@ class Ranks:
         """Return the `value` of every process, in their order."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
-        distributed.all_gather_object(found, value)
-        return found
+        values: list[Any] = [None] * self.size
+        distributed.all_gather_object(values, value)
+        return values
 
-    def sums(self, *numbers: float) -> tuple[float, ...]:
-        """Return the sums of `numbers` over the processes, the same bits everywhere."""
-        return tuple(map(sum, zip(*self.gather(numbers), strict=True)))
+    def columns(self, *numbers: float) -> list[tuple[float, ...]]:
+        """Return for each of `numbers` those of all processes, in their order, by one collective operation."""
+        own = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        everyone = [torch.empty_like(own) for _ in range(self.size)] if self.size > 1 else [own]
+        if self.size > 1:
+            distributed.all_gather(everyone, own)
+        return list(zip(*(each.tolist() for each in everyone), strict=True))
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -116,10 +120,10 @@ def _join(gpus: bool) -> None:
     distributed.init_process_group("cpu:gloo,cuda:nccl" if gpus else "cpu:gloo", timeout=_PATIENCE)
     atexit.register(distributed.destroy_process_group)
     if gpus:
-        local, found = int(os.environ.get("LOCAL_RANK", distributed.get_rank())), torch.cuda.device_count()
+        local, count = int(os.environ.get("LOCAL_RANK", distributed.get_rank())), torch.cuda.device_count()
         with Ranks(distributed.get_rank(), distributed.get_world_size()).together():
-            if local >= found:
-                raise ValueError(f"device cuda needs a GPU per process, got {found}: or add --device cpu")
+            if local >= count:
+                raise ValueError(f"device cuda needs a GPU per process, got {count}: or add --device cpu")
         torch.cuda.set_device(local)
 
 

@@ -207,6 +207,7 @@ class _Run:
             place = self.folder if self.ranks.first else None
             recorder = Recorder(place, self.config.log.tensorboard, self.trainer.step, lengths)
         with recorder as self.recorder, StopSignals() as stop, bar:
+            self.trainer.signals = stop
             try:
                 if found is None:
                     self._evaluate()
@@ -222,7 +223,7 @@ class _Run:
 
     def _check_signal(self, stop: StopSignals) -> None:
         """Save and raise Stopped if a signal has reached any process: it may reach them at different times."""
-        if agreed := max(self.ranks.gather(stop.signal or 0)):
+        if agreed := stop.signal if self.ranks.size == 1 else self.trainer.stopped_by:
             path = self._checkpoint()
             raise Stopped(agreed, f"after step {self.trainer.step}, saved in {path}; --resume continues from there")
 

@@ -19,6 +19,7 @@ from symexplin.lab.evaluate import evaluate
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks
+from symexplin.lab.process import StopSignals
 from symexplin.lab.weights import (
     MODEL,
     OPTIMIZER,
@@ -54,12 +55,14 @@ class Trainer:
 
     Batches, learning rates and evaluations are functions of the configuration and the step, so the state to keep is
     that of the model and of the optimizer alone. The configuration is complete (:func:`symexplin.lab.config.resolve`).
-    Several processes compute each batch together, and all call every method.
+    Several processes compute each batch together, and all call every method. `stopped_by` is the number of a signal
+    that has reached one of them before the end of the last update, else 0: of `signals`, if the caller sets them.
     """
 
     def __init__(self, config: RunConfig, corpus: Corpus, ranks: Ranks = ALONE) -> None:
         context, train = config.model.context, config.train
         self.config, self._ranks = config, ranks
+        self.signals, self.stopped_by = StopSignals(), 0
         with ranks.together():  # an error must reach all processes before the next collective operation
             self._batches = BatchLoader(corpus.train, context, train.batch_size, train.seed)
             rows = train.batch_size // train.accumulation
@@ -92,7 +95,7 @@ class Trainer:
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * lr_factor(self.step, train)
         clear_gradients((p for group in self.optimizer.param_groups for p in group["params"]), self.config)
-        loss = self._backward(self._batches.batch(self.step))
+        loss = self._backward()
         parameters = list(self.model.parameters())
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         self._check_finite(self.step + 1, loss=loss, gradient_norm=float(whole(norm)))
@@ -105,22 +108,25 @@ class Trainer:
         self.step += 1
         return {"loss": loss, "lr": float(self.optimizer.param_groups[0]["lr"]), "grad_norm": raw_norm}
 
-    def _backward(self, batch: tuple[Tensor, Tensor]) -> float:
+    def _backward(self) -> float:
+        """Compute the gradients of the next batch, this process's rows of each microbatch, and return its loss."""
         device, accumulation = self._device, self.config.train.accumulation
+        size = self.config.train.batch_size // accumulation
+        rows = self._ranks.rows(size)
         losses = []
-        parts = list(zip(*(part.chunk(accumulation) for part in batch), strict=True))
-        for number, (inputs, targets) in enumerate(parts, start=1):
-            rows = self._ranks.rows(len(inputs))
+        for start in range(0, size * accumulation, size):
+            batch = self._batches.batch(self.step, slice(start + rows.start, start + rows.stop))
             # The last part exchanges whole gradients; sharded ones never wait whole for it.
-            waits = number < len(parts) and isinstance(self._trained, nn.parallel.DistributedDataParallel)
+            waits = start < size * (accumulation - 1) and isinstance(self._trained, nn.parallel.DistributedDataParallel)
             with self._trained.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
                 with torch.autocast(device.type, torch.bfloat16, enabled=self._autocast):
-                    own = (tokens[rows].to(device) for tokens in (inputs, targets))
-                    part: Tensor = self._trained(*own) / accumulation
+                    part: Tensor = self._trained(*(tokens.to(device) for tokens in batch)) / accumulation
                 part.backward()  # type: ignore[no-untyped-call]
             losses.append(part.detach())
         loss = sum(torch.stack(losses).tolist())  # the only synchronisation with the device per step
-        return self._ranks.sums(loss)[0] / self._ranks.size
+        shares, signals = self._ranks.columns(loss, self.signals.signal or 0)
+        self.stopped_by = int(max(signals))
+        return sum(shares) / self._ranks.size
 
     def evaluate(self) -> float:
         """Return the mean loss on the held-out batches, in nats per token."""
@@ -132,9 +138,9 @@ class Trainer:
         """Return :func:`symexplin.stats`; empty for ordinary weights, and before the first step of SELAdamW."""
         if self.config.sel.home == "none":
             return {}
-        found = sel.stats(self.model, self.optimizer)
-        self._check_finite(self.step, **found)
-        return found
+        statistics = sel.stats(self.model, self.optimizer)
+        self._check_finite(self.step, **statistics)
+        return statistics
 
     def plain_model(self) -> Transformer:
         """Return the whole model with curved layers folded, for the first process; others get the model as it is."""
@@ -180,7 +186,7 @@ class Trainer:
         self.step = state["step"]
         if self.step and self._trained is not self._forward:
             # DDP reorders its buckets after the first backward pass, which changes the rounding of later sums.
-            self._backward(self._batches.batch(self.step))
+            self._backward()
             self.optimizer.zero_grad(set_to_none=True)
 
     def _check_finite(self, step: int, **values: float) -> None:
@@ -193,10 +199,10 @@ class Trainer:
         named = list(self.model.named_parameters())
         tensors = [("weight", name, parameter.detach()) for name, parameter in named]
         tensors += [("gradient", name, p.grad) for name, p in named if p.grad is not None]
-        found = (
+        blamed = (
             (order, f"first layer with a non-finite {what}: {name}")
             for order, (what, name, tensor) in enumerate(tensors)
             if not local(tensor).isfinite().all()
         )
-        mine = next(found, (math.inf, "all weights and gradients are finite"))
+        mine = next(blamed, (math.inf, "all weights and gradients are finite"))
         return min(self._ranks.gather(mine))[1]  # another process may have the part to blame

@@ -1,3 +1,4 @@
+import dataclasses
 import hashlib
 
 import numpy as np
@@ -95,3 +96,17 @@ def test_too_short_a_corpus_is_named():
     corpus.check_context(shortest - 1)
     with pytest.raises(ValueError, match=f"context must be below {shortest}.*got {shortest}"):
         corpus.check_context(shortest)
+
+
+def test_a_process_reads_its_rows_alone_of_the_same_batch():
+    loader, read = BatchLoader(np.arange(250, dtype=np.uint8), context=10, batch_size=6, seed=3), []
+
+    class Watched(np.ndarray):
+        def __getitem__(self, index):
+            read.append(index)
+            return np.asarray(super().__getitem__(index))
+
+    watched = dataclasses.replace(loader, tokens=loader.tokens.view(Watched))
+    for part, whole in zip(watched.batch(5, slice(2, 4)), loader.batch(5), strict=True):
+        assert torch.equal(part, whole[2:4])
+    assert [index.shape for index in read] == [(2, 11)]

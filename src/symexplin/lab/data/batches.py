@@ -121,11 +121,11 @@ class BatchLoader:
     batch_size: int
     seed: int = 0
 
-    def batch(self, step: int) -> Batch:
-        """Return inputs and targets of batch `step`, each int64 (batch_size, context)."""
+    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
+        """Return inputs and targets of batch `step`, each int64 (batch_size, context); of these `rows` alone."""
         random = np.random.default_rng([self.seed, step])
         starts = random.integers(0, len(self.tokens) - self.context, size=self.batch_size)
-        return _windows(self.tokens, starts, self.context)
+        return _windows(self.tokens, starts[rows], self.context)
 
 
 def eval_batches(tokens: TokenArray, context: int, batch_size: int, count: int) -> list[Batch]:
