@@ -6,17 +6,20 @@ import sys
 import time
 
 import pytest
+import torch
 
 import parallel_runs
 import processes
 from corpora import TEXTS, prepared
-from run_folders import CURVES, TRAIN, tiny
-from symexplin.lab.config import LogConfig
+from run_folders import CURVES, TRAIN, tiny, trained
+from symexplin.lab.build import build_model
+from symexplin.lab.checkpoint import newest
+from symexplin.lab.config import LogConfig, RunConfig
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, read_json_lines
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.parallel import Ranks
-from symexplin.lab.settings import dump_toml, load_toml, merge, to_table
+from symexplin.lab.settings import dump_toml, from_table, load_toml, merge, to_table
 
 KINDS = [(home, kind) for home in CURVES for kind in ("ddp", "fsdp")]
 SHARED = [
@@ -100,6 +103,30 @@ def test_a_run_that_a_signal_to_one_process_stopped_resumes_also_in_one_process_
         assert_same_bits(run, folder / f"{home}-{kind}")
     else:
         assert_close(run, folder / home)
+
+
+@pytest.mark.distributed
+def test_three_processes_build_the_bits_of_one_and_none_a_whole_model(data, tmp_path):
+    """Tensor by tensor: fresh ones, those of the paper's start, given ones and raw ones."""
+    module = trained(data, tmp_path / "raw", CURVES["module"])
+    given = {"plain": str(module / "model.safetensors"), "raw": str(newest(module)[0])}
+    tables = [
+        table(data, "none", "fsdp", weights=weights, seed=seed) | {"sel": curve}
+        for curve, weights, seed in (
+            ({"home": "none"}, None, 3),
+            ({"home": "none"}, given["plain"], 0),
+            ({"home": "none"}, given["raw"], 0),
+            ({"preset": "paper", "start": "mismatched", "map": {"exclude": ["*.q.*"]}}, None, 3),
+            ({"preset": "paper+offset", "start": "mismatched"}, given["plain"], 0),
+        )
+    ]
+    for number, config in enumerate(tables):
+        config["model"] |= {"depth": 2, "qk_gain": 0.5, "tie_head": number == 0}
+    for config, model in zip(tables, processes.run(3, tmp_path, parallel_runs.built, tables)[1], strict=True):
+        whole = build_model(from_table(RunConfig, config))
+        expected = whole.state_dict() | dict(whole.named_buffers())
+        assert model.keys() == expected.keys()
+        assert all(torch.equal(model[name], value) for name, value in expected.items())
 
 
 @pytest.mark.distributed

@@ -1,10 +1,13 @@
 """Build a model and its optimizer from a configuration, with the map in either home or without one."""
 
+import copy
+import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import symexplin as sel
 from symexplin.lab.config import RunConfig
@@ -12,6 +15,7 @@ from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks
 from symexplin.lab.weights import start_from
+from symexplin.optim.shard import is_dtensor, local, shard_of, whole
 from symexplin.patterns import by_name
 
 __all__ = ["Built", "build", "build_model", "clear_gradients"]
@@ -39,8 +43,7 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
     train, curve = config.train, map_of(config.sel, config.model.width)
     annealing = config.sel.anneal_steps or train.schedule_steps
     if ranks.size > 1 and config.compute.parallel == "fsdp":
-        model = build_model(config, device="cpu")  # whole it need not fit on a GPU
-        _shard(model, ranks, config.compute.device)
+        model = _build_sharded(config, ranks)
     else:
         model = build_model(config)
     undecayed = [] if train.decay_plain else _plain(model)
@@ -50,8 +53,8 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
         for name, parameter in model.named_parameters():
             decay = 0.0 if name in undecayed else train.weight_decay
             groups.setdefault((lrs[name], decay), []).append(parameter)
-        found = [{"params": params, "lr": lr, "weight_decay": decay} for (lr, decay), params in groups.items()]
-        return Built(model, _adamw(model, found, config), clip=True)
+        alike = [{"params": params, "lr": lr, "weight_decay": decay} for (lr, decay), params in groups.items()]
+        return Built(model, _adamw(model, alike, config), clip=True)
     if config.sel.home == "module":
         of_roles = sel.param_groups(model, lr=lrs, weight_decay=train.weight_decay, no_decay=undecayed)
         optimizer = _adamw(model, of_roles, config)
@@ -69,12 +72,17 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
 
 
 def build_model(config: RunConfig, device: str | None = None) -> Transformer:
-    """Return the fresh model alone: whole, converted if it is the home of the map, on `device` or the config's."""
+    """Return the fresh model alone: whole, converted if it is the home of the map, on `device` or the config's.
+
+    On the device "meta" it has shapes without values.
+    """
+    if device == "meta":
+        return _build_meta(config)
     train, curve = config.train, map_of(config.sel, config.model.width)
     model = Transformer(config.model, torch.Generator().manual_seed(train.seed))
     if train.weights is not None:
         start_from(model, train.weights)
-    model.recompute, model.loss_chunk = config.compute.recompute, config.compute.loss_chunk or 0
+    _set_memory(model, config)
     place = device or config.compute.device
     if place != "auto":
         model.to(place)
@@ -83,6 +91,71 @@ def build_model(config: RunConfig, device: str | None = None) -> Transformer:
     if curve is not None and config.sel.home == "module":
         sel.convert(model, curve)
     return model
+
+
+def _build_meta(config: RunConfig) -> Transformer:
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    _set_memory(model, config)
+    if config.sel.home == "module":
+        sel.convert(model, map_of(config.sel, config.model.width))
+    return model
+
+
+def _build_sharded(config: RunConfig, ranks: Ranks) -> Transformer:
+    """Return the model of :func:`build_model`, of which each process has its part of every parameter.
+
+    No process has more than one whole tensor at a time; raw weights of the module home are computed from a whole model.
+    """
+    curve, train = map_of(config.sel, config.model.width), config.train
+    if config.sel.home == "module":
+        model = build_model(config, device="cpu")
+        _shard(model, ranks, config.compute.device)
+        return model
+    model = _build_meta(config)
+    _shard(model, ranks, config.compute.device)
+    model.to_empty(device=config.compute.device)
+    model.reset_buffers()
+    with _WholeDraws():  # type: ignore[no-untyped-call]
+        model.reset_parameters(torch.Generator().manual_seed(train.seed))
+    if train.weights is not None:
+        start_from(model, train.weights)
+    if curve is not None and config.sel.starts_as == "mismatched":
+        _mismatch_parts(model, curve)
+    return model
+
+
+class _WholeDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Draws each sharded tensor whole on the CPU, as one process does, and keeps this process's part of it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default) or not is_dtensor(args[0]):
+            return func(*args, **kwargs or {})
+        tensor = args[0]
+        drawn = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"), *args[1:], **kwargs or {})
+        local(tensor).copy_(shard_of(tensor, "a parameter").cut(drawn))
+        return tensor
+
+
+@torch.no_grad()
+def _mismatch_parts(model: Transformer, curve: sel.SELConfig) -> None:
+    """Call :func:`symexplin.init_` for a sharded model, whole layer by whole layer."""
+    table = sel.routing(model, curve)
+    curved = {id(route.parameter) for route in table.curved}
+    every = dataclasses.replace(table.config, include=("*",), exclude=())
+    for layer in model.modules():
+        parts = dict(layer.named_parameters(recurse=False))
+        if any(id(part) in curved for part in parts.values()):
+            alone = copy.copy(layer)
+            alone._parameters = {name: nn.Parameter(whole(part).cpu()) for name, part in parts.items()}
+            sel.init_(alone, every, xavier=False)
+            for name, value in alone.named_parameters():
+                if id(parts[name]) in curved:
+                    local(parts[name]).copy_(shard_of(parts[name], name).cut(value))
+
+
+def _set_memory(model: Transformer, config: RunConfig) -> None:
+    model.recompute, model.loss_chunk = config.compute.recompute, config.compute.loss_chunk or 0
 
 
 def clear_gradients(parameters: Iterable[Tensor], config: RunConfig) -> None:
@@ -103,7 +176,7 @@ def _learning_rates(model: Transformer, config: RunConfig) -> dict[str, float]:
 
 
 def _shard(model: Transformer, ranks: Ranks, device: str) -> None:
-    """Shard the parameters of `model`, which is on the CPU, over the processes and their devices, per block."""
+    """Shard the parameters of `model`, on the CPU or "meta", over the processes and their devices, per block."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -149,8 +149,8 @@ class Trainer:
             weights = self._gather(model.state_dict())
             if not self._ranks.first:
                 return model
-            model = build_model(self.config, device="cpu")
-            model.load_state_dict(weights)
+            model = build_model(self.config, device="meta")
+            model.load_state_dict(weights, assign=True)
         if self.config.sel.home != "module":
             return model
         return cast(Transformer, sel.fold(copy.deepcopy(model)))

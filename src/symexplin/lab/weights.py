@@ -144,15 +144,7 @@ def load_model(path: str | Path) -> Transformer:
         FileNotFoundError: the file does not exist.
         ValueError: a file without the shape of a model, or with tensors that do not fit its shape.
     """
-    shape, curve = _header(path).get("config"), read_map(path)
-    if shape is None:
-        known = "a model of this version of symexplin, with a config in its header"
-        raise ValueError(f"path must be {known}, got {str(path)!r} without one")
-    with naming(f"header of {str(path)!r}: config"):
-        try:
-            config = ModelConfig(**shape)
-        except TypeError as error:
-            raise ValueError(f"is of another version of symexplin: {error}") from None
+    config, curve = _model_config(path), read_map(path)
     tensors = dict(iter_tensors(path))
     model = Transformer(config).to(next(iter(tensors.values())).dtype)
     raw = any(map(is_raw, tensors))
@@ -162,6 +154,19 @@ def load_model(path: str | Path) -> Transformer:
     if raw:
         fold(model)
     return model
+
+
+def _model_config(path: str | Path) -> ModelConfig:
+    """Return the shape of the model in a file of :func:`save_model`."""
+    shape = _header(path).get("config")
+    if shape is None:
+        known = "a model of this version of symexplin, with a config in its header"
+        raise ValueError(f"path must be {known}, got {str(path)!r} without one")
+    with naming(f"header of {str(path)!r}: config"):
+        try:
+            return ModelConfig(**shape)
+        except TypeError as error:
+            raise ValueError(f"is of another version of symexplin: {error}") from None
 
 
 def load_weights(model: Transformer, path: str | Path) -> None:
@@ -230,14 +235,19 @@ def _is_damaged(run: Path, echo: Echo) -> bool:
 
 
 def start_from(model: Transformer, path: str | Path) -> None:
-    """Load the weights at `path` into a plain model of the same shape; the context may differ."""
+    """Load the weights at `path` into a plain model of the same shape, whole or sharded; the context may differ."""
     with naming("weights"):
-        source = load_model(find_weights(path, "weights"))
-    there, here = (dataclasses.asdict(each.config) for each in (source, model))
+        file = find_weights(path, "weights")
+        there, here = (dataclasses.asdict(config) for config in (_model_config(file), model.config))
     for key in here:
         if there[key] != here[key] and key not in ("context", "init", "qk_gain", "embedding_std"):
             raise ValueError(f"weights must be of a model with {key} {here[key]}, got {str(path)!r} with {there[key]}")
-    model.load_state_dict(source.state_dict())
+    with naming("weights"):
+        if not any(is_raw(name) for name, _ in iter_tensors(file)):
+            load_weights(model, file)
+            return
+        own, source = model.state_dict(), load_model(file)
+        model.load_state_dict({name: placed(tensor, own[name]) for name, tensor in source.state_dict().items()})
 
 
 def digest_of(path: str | Path) -> str:
