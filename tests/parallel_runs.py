@@ -10,6 +10,7 @@ import torch
 
 from symexplin import cli
 from symexplin.lab import build as lab_build
+from symexplin.lab import checkpoint as lab_checkpoint
 from symexplin.lab import run as lab_run
 from symexplin.lab import train as lab_train
 from symexplin.lab.config import RunConfig
@@ -64,6 +65,13 @@ def _fail(*_):
     raise OSError(28, "No space left on device")
 
 
+def _fail_last(*_):
+    """Let the last process alone write no part of a checkpoint."""
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        _fail()
+    return io.FileIO(*_)
+
+
 def _plant(self, before=Trainer.update):
     """The last process alone has a weight that is no number."""
     with joined("cpu") as ranks, torch.no_grad():
@@ -79,7 +87,8 @@ def _odd(config, ranks, before=lab_train.build):
 
 
 _PLANTED = {
-    "a full disk": (lab_run, "save_checkpoint", _fail),
+    "a full disk": (lab_train, "save_model", _fail),
+    "a full disk of one": (lab_checkpoint, "FileIO", _fail_last),
     "no number": (Trainer, "update", _plant),
     "one process": (lab_train, "build", _odd),
 }

@@ -1,5 +1,6 @@
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from symexplin.lab.files import read_json, read_json_lines
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.parallel import Ranks
 from symexplin.lab.settings import dump_toml, from_table, load_toml, merge, to_table
+from symexplin.lab.weights import find_weights, load_trained, read_map
 
 KINDS = [(home, kind) for home in CURVES for kind in ("ddp", "fsdp")]
 SHARED = [
@@ -106,6 +108,25 @@ def test_a_run_that_a_signal_to_one_process_stopped_resumes_also_in_one_process_
 
 
 @pytest.mark.distributed
+def test_a_sharded_checkpoint_has_a_file_for_each_process_is_one_model_and_damage_is_loud(folder, tmp_path):
+    for home in CURVES:
+        run, lines = shutil.copytree(folder / f"{home}-fsdp", tmp_path / home), []
+        last, before = newest(run)
+        shards = sorted(path.name for path in last.iterdir() if path.name != "state.json")
+        assert shards == [f"shard-0000{number}-model-00001-of-00001.safetensors" for number in (1, 2)]
+        found = {name: load_trained(path).model.state_dict() for name, path in (("run", run), ("checkpoint", last))}
+        for name, tensor in found["run"].items():
+            tolerance = {"rtol": 0, "atol": 0} if home != "module" else {"rtol": 1e-5, "atol": 1e-7}  # folded elsewhere
+            torch.testing.assert_close(found["checkpoint"][name], tensor, **tolerance)
+        assert read_map(find_weights(last)) == read_map(run / "model.safetensors")
+        content = (last / shards[1]).read_bytes()
+        (last / shards[1]).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        (run / "model.safetensors").unlink()
+        assert find_weights(run, echo=lines.append) == before
+        assert f"{last} is damaged: {shards[1]} does not match its digest" in lines[0]
+
+
+@pytest.mark.distributed
 def test_three_processes_build_the_bits_of_one_and_none_a_whole_model(data, tmp_path):
     """Tensor by tensor: fresh ones, those of the paper's start, given ones and raw ones."""
     module = trained(data, tmp_path / "raw", CURVES["module"])
@@ -160,6 +181,7 @@ def test_each_error_of_a_job_is_one_line_and_all_processes_have_its_status(folde
         (new, "one process", "error: process 1: this process is odd"),
         (f"{new} --seed RANK", None, "settings must be those of process 0: train.seed"),
         (f"train {flags} --out {tmp_path}/b", "a full disk", "error: No space left on device"),
+        (f"train {flags} --out {tmp_path}/d --parallel fsdp", "a full disk of one", "No space left on device"),
         (f"train {flags} --out {tmp_path}/c", "no number", "ffn.up.weight; --resume would continue from the start"),
     ]
     outcomes = processes.run(2, tmp_path, parallel_runs.commands, [case[:2] for case in cases])
@@ -168,6 +190,7 @@ def test_each_error_of_a_job_is_one_line_and_all_processes_have_its_status(folde
         assert words in errors, line
         assert other == (2, "", ""), line
     assert not (tmp_path / "a").exists()
+    assert not [path for folder in "bd" for path in (tmp_path / folder / "checkpoints").iterdir()]
     assert "blocks.0.ffn.up.weight" in read_json(tmp_path / "c" / "result.json")["error"]
 
 

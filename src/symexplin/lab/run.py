@@ -187,10 +187,10 @@ class _Run:
 
     def go(self, progress: bool) -> dict[str, Any]:
         """Train to the end, from the newest checkpoint if there is one."""
-        found, lengths = self.ranks.from_first(lambda: tidy(self.folder, self.echo)), {}
+        newest_one, lengths = tidy(self.folder, self.echo, self.ranks), {}
         steps = self.config.train.steps
-        if found is not None:
-            checkpoint, state = found
+        if newest_one is not None:
+            checkpoint, state = newest_one
             self.trainer.load(checkpoint, state)
             lengths, self.seconds = state["lengths"], state["seconds"]
             self._since = (self.trainer.step, self.seconds)
@@ -209,7 +209,7 @@ class _Run:
         with recorder as self.recorder, StopSignals() as stop, bar:
             self.trainer.signals = stop
             try:
-                if found is None:
+                if newest_one is None:
                     self._evaluate()
                 while self.trainer.step < steps:
                     self._check_signal(stop)
@@ -262,15 +262,10 @@ class _Run:
         self.echo(f"{self.label}: step {step}/{self.config.train.steps}, loss {loss:.4f}{pace}, {used}")
 
     def _checkpoint(self) -> Path:
-        step = self.trainer.step
-        write = self.trainer.saver()
+        def write(to: Path) -> dict[str, Any]:
+            return {**self.trainer.save(to), "lengths": self.recorder.sync(), "seconds": self.seconds}
 
-        def save() -> Path:
-            extra = {"lengths": self.recorder.sync(), "seconds": self.seconds}
-            keep = self.config.log.keep
-            return save_checkpoint(self.folder, step, lambda to: {**write(to), **extra}, keep)
-
-        return self.ranks.from_first(save)
+        return save_checkpoint(self.folder, self.trainer.step, write, self.config.log.keep, self.ranks)
 
     def _broke(self, error: str) -> str:
         """Record the error that ended the run; return the checkpoint to resume from."""
@@ -281,8 +276,7 @@ class _Run:
         return self._newest()
 
     def _newest(self) -> str:
-        found = newest(self.folder)
-        return str(found[0]) if found else "the start"
+        return str(next(iter(newest(self.folder)), "the start"))
 
     def _finish(self, plain: Transformer) -> dict[str, Any]:
         save_model(plain, self.folder / MODEL, map_of(self.config.sel, self.config.model.width))

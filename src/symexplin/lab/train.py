@@ -4,7 +4,7 @@ import contextlib
 import copy
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from symexplin.lab.weights import (
     load_optimizer,
     load_weights,
     save_model,
+    save_sharded,
     split_optimizer,
     write_tensors,
 )
@@ -155,33 +156,30 @@ class Trainer:
             return model
         return cast(Transformer, sel.fold(copy.deepcopy(model)))
 
-    def saver(self) -> Callable[[Path], dict[str, Any]]:
-        """Gather model and optimizer whole in the first process; return what writes them into a folder there."""
-        weights = self._gather(self.model.state_dict())
-        state, rest = split_optimizer(self.optimizer)
-        gathered = self._gather(state)
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Write model and optimizer into a folder, sharded ones in parts; return values for a checkpoint's state."""
         curve = map_of(self.config.sel, self.config.model.width)
-
-        def write(folder: Path) -> dict[str, Any]:
-            save_model(self.model, folder / MODEL, curve, weights)
-            write_tensors(folder / OPTIMIZER, gathered)
-            return {"optimizer": rest}
-
-        return write
+        if self._sharded:
+            return save_sharded(self.model, self.optimizer, folder, curve)
+        state, rest = split_optimizer(self.optimizer)
+        if self._ranks.first:
+            save_model(self.model, folder / MODEL, curve)
+            write_tensors(folder / OPTIMIZER, state)
+        return {"optimizer": rest}
 
     def _gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return whole tensors in the first process, gathered one by one; nothing in the others."""
-        found = {}
+        gathered = {}
         for name, tensor in tensors.items():
-            gathered = whole(tensor)
+            complete = whole(tensor)
             if self._ranks.first:
-                found[name] = gathered.cpu() if is_dtensor(tensor) else gathered
-        return found
+                gathered[name] = complete.cpu() if is_dtensor(tensor) else complete
+        return gathered
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`saver` wrote."""
+        """Continue from what :meth:`save` wrote."""
         with self._ranks.together():
-            load_weights(self.model, folder / MODEL)
+            load_weights(self.model, folder)
             load_optimizer(self.optimizer, folder, state["optimizer"])
         self.step = state["step"]
         if self.step and self._trained is not self._forward:

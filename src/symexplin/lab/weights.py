@@ -6,7 +6,7 @@ The headers of a run's weights tell the model and its map.
 import dataclasses
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from symexplin.config import SELConfig
-from symexplin.lab.checkpoint import is_checkpoint, load_checkpoint, newest_intact
+from symexplin.lab.checkpoint import (
+    STATE,
+    is_checkpoint,
+    is_sharded,
+    load_checkpoint,
+    newest_intact,
+    read_shards,
+    shard_metadata,
+    write_shards,
+)
 from symexplin.lab.data.tokenizer import Tokenizer
 from symexplin.lab.files import file_digest, read_json, replacing
 from symexplin.lab.folders import FACTS, RESULT, TOKENIZER
@@ -28,7 +37,7 @@ from symexplin.validation import naming
 __all__ = [
     *("MODEL", "OPTIMIZER", "Trained", "digest_of", "find_weights", "is_raw", "iter_tensors"),
     *("load_model", "load_optimizer", "load_trained", "load_weights", "map_entry", "read_map"),
-    *("save_model", "split_optimizer", "start_from", "write_tensors"),
+    *("save_model", "save_sharded", "split_optimizer", "start_from", "write_tensors"),
 ]
 
 MODEL, OPTIMIZER, _INDEX = "model.safetensors", "optimizer.safetensors", "model.safetensors.index.json"
@@ -36,6 +45,8 @@ MODEL, OPTIMIZER, _INDEX = "model.safetensors", "optimizer.safetensors", "model.
 # One entry, because safetensors writes several in random order.
 _ENTRY = "symexplin"
 _TIED = "head.weight"
+# Before the names of tensors in a checkpoint with parts of them.
+_WEIGHTS, _OF_OPTIMIZER = "model:", "optimizer:"
 # State that is sharded as its parameter: the weight's own. Optimizers with scales take those whole, and shard them.
 _OF_WEIGHTS = frozenset({"raw", "master", "exp_avg", "exp_avg_sq", "momentum_buffer"})
 
@@ -47,14 +58,30 @@ Echo = Callable[[str], None]
 def iter_tensors(path: str | Path) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) in the order of the file.
 
-    `path` is a safetensors file, or a folder with `model.safetensors` or with the shards that
-    `model.safetensors.index.json` lists. The tensors are views of the mapped file, which may be larger than the memory
-    if they are not kept. Pickles are never opened.
+    `path` is a safetensors file, a folder with `model.safetensors` or with the shards that
+    `model.safetensors.index.json` lists, or a checkpoint with parts of tensors, whose weights are joined in memory. The
+    tensors of files are views of them, which may be larger than the memory if they are not kept. Pickles are never
+    opened.
     """
-    for part in _parts(Path(path)):
+    if is_sharded(path := Path(path)):
+        yield from _whole_tensors(path)
+        return
+    for part in _parts(path):
         with _open(part) as file:
             for name in file.offset_keys():
                 yield name, file.get_tensor(name)
+
+
+def _whole_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the whole weights of a checkpoint with parts of tensors."""
+    shapes = {name: about for name, about in shard_metadata(folder).items() if name.startswith(_WEIGHTS)}
+    tensors = {name: _empty(about) for name, about in shapes.items()}
+    read_shards(folder, tensors)
+    yield from ((name.removeprefix(_WEIGHTS), tensor) for name, tensor in tensors.items())
+
+
+def _empty(about: Any) -> Tensor:
+    return torch.empty(about.size, dtype=about.properties.dtype, device="cpu")
 
 
 def _parts(path: Path) -> list[Path]:
@@ -81,6 +108,8 @@ def _open(path: Path) -> Any:
 
 
 def _header(path: str | Path) -> dict[str, Any]:
+    if is_sharded(Path(path)):
+        return dict(read_json(Path(path) / STATE)["state"]["header"])
     with _open(_parts(Path(path))[0]) as file:
         return dict(json.loads((file.metadata() or {}).get(_ENTRY, "{}")))
 
@@ -131,10 +160,14 @@ def save_model(
     Raises:
         OSError: a full disk, for example; an earlier file stays.
     """
+    write_tensors(path, _untied(model, state), map_entry(curve, config=dataclasses.asdict(model.config)))
+
+
+def _untied(model: Transformer, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     weights = dict(model.state_dict() if state is None else state)
     if model.config.tie_head:
         del weights[_TIED]
-    write_tensors(path, weights, map_entry(curve, config=dataclasses.asdict(model.config)))
+    return weights
 
 
 def load_model(path: str | Path) -> Transformer:
@@ -170,7 +203,10 @@ def _model_config(path: str | Path) -> ModelConfig:
 
 
 def load_weights(model: Transformer, path: str | Path) -> None:
-    """Load the weights of :func:`save_model` into a model of the same kind, plain or curved, whole or sharded."""
+    """Load the weights in a file or a checkpoint into a model of the same kind, plain or curved, whole or sharded."""
+    if is_sharded(Path(path)):
+        read_shards(Path(path), {_WEIGHTS + name: tensor for name, tensor in _untied(model).items()})
+        return
     own = model.state_dict()
     tensors = {name: placed(tensor, own.get(name, tensor)) for name, tensor in iter_tensors(path)}
     if model.config.tie_head and "embedding.weight" in tensors:
@@ -197,7 +233,7 @@ def load_trained(path: str | Path, echo: Echo = warnings.warn) -> Trained:
     """
     file = find_weights(path, echo=echo)
     # A checkpoint is two folders below its run, which has the tokenizer.
-    place = next((p for p in (file.parent, file.parent.parent.parent) if (p / TOKENIZER).exists()), None)
+    place = next((parent for parent in file.parents[:3] if (parent / TOKENIZER).exists()), None)
     if place is None:
         raise FileNotFoundError(f"no {TOKENIZER} beside {str(file)!r}: copy that of the run or of its data there")
     options = read_json(place / FACTS).get("tokenizer", {}) if (place / FACTS).exists() else {}
@@ -205,9 +241,10 @@ def load_trained(path: str | Path, echo: Echo = warnings.warn) -> Trained:
 
 
 def find_weights(path: str | Path, name: str = "path", echo: Echo = warnings.warn) -> Path:
-    """Return the file with the final weights of a run, else with those of its newest intact checkpoint.
+    """Return the file with the final weights of a run, else that of its newest intact checkpoint.
 
-    `path` may also be a checkpoint or a safetensors file. Messages call it `name`.
+    It is the checkpoint itself if this has parts of tensors. `path` may also be a checkpoint or a safetensors file.
+    Messages call it `name`.
     """
     path = Path(path)
     if not path.exists():
@@ -217,12 +254,13 @@ def find_weights(path: str | Path, name: str = "path", echo: Echo = warnings.war
         return path
     if is_checkpoint(path):
         load_checkpoint(path)
+        return path if is_sharded(path) else path / MODEL
     if (path / MODEL).exists() and not _is_damaged(path, echo):
         return path / MODEL
     intact = newest_intact(path, echo)
     if intact is None:
         raise ValueError(f"{name} must be a run with weights or a model's file, got {str(path)!r} without weights")
-    return intact[0] / MODEL
+    return intact[0] if is_sharded(intact[0]) else intact[0] / MODEL
 
 
 def _is_damaged(run: Path, echo: Echo) -> bool:
@@ -252,7 +290,8 @@ def start_from(model: Transformer, path: str | Path) -> None:
 
 def digest_of(path: str | Path) -> str:
     """Return the SHA-256 of the weights that a run starts from; `path` is that of :func:`start_from`."""
-    return file_digest(find_weights(path, "weights"))
+    file = find_weights(path, "weights")
+    return file_digest(file / STATE if file.is_dir() else file)
 
 
 # --- The state of an optimizer ----------------------------------------------------------------------------------------
@@ -276,9 +315,41 @@ def load_optimizer(optimizer: torch.optim.Optimizer, folder: Path, saved: Mappin
     """Load the state of :func:`split_optimizer` from a checkpoint; sharded parameters take their part of it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in saved["plain"].items()}
-    for name, tensor in iter_tensors(folder / OPTIMIZER):
+    for name, tensor in _read_state(folder, parameters):
         index, _, key = name.partition(".")
-        own = placed(tensor, parameters[int(index)]) if key in _OF_WEIGHTS else tensor
-        # A copy: tensors of mapped files are not aligned as kernels need them.
-        state.setdefault(int(index), {})[key] = own.clone()
+        state.setdefault(int(index), {})[key] = tensor
     optimizer.load_state_dict({"state": state, "param_groups": saved["groups"]})
+
+
+def _read_state(folder: Path, parameters: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of an optimizer's state by name, those of weights placed as their parameters are."""
+
+    def parameter(name: str) -> Tensor | None:
+        index, _, key = name.partition(".")
+        return parameters[int(index)] if key in _OF_WEIGHTS else None
+
+    if not is_sharded(folder):
+        for name, tensor in iter_tensors(folder / OPTIMIZER):
+            like = parameter(name)
+            # A copy: tensors of mapped files are not aligned as kernels need them.
+            yield name, (tensor if like is None else placed(tensor, like)).clone()
+        return
+    targets = {}
+    for key, about in shard_metadata(folder).items():
+        if key.startswith(_OF_OPTIMIZER):
+            like = parameter(key.removeprefix(_OF_OPTIMIZER))
+            dtype = about.properties.dtype
+            targets[key] = _empty(about) if like is None else torch.empty_like(like, dtype=dtype, requires_grad=False)
+    read_shards(folder, targets)
+    yield from ((key.removeprefix(_OF_OPTIMIZER), tensor) for key, tensor in targets.items())
+
+
+def save_sharded(
+    model: Transformer, optimizer: torch.optim.Optimizer, folder: Path, curve: SELConfig | None
+) -> dict[str, Any]:
+    """Write this process's parts of a sharded model and of its optimizer's state; return values for the state."""
+    state, rest = split_optimizer(optimizer)
+    tensors = {_WEIGHTS + name: tensor for name, tensor in _untied(model).items()}
+    tensors |= {_OF_OPTIMIZER + name: tensor for name, tensor in state.items()}
+    header = json.loads(map_entry(curve, config=dataclasses.asdict(model.config))[_ENTRY])
+    return {"optimizer": rest, "header": header, "digests": write_shards(folder, tensors)}

@@ -22,7 +22,7 @@ from symexplin.lab.folders import CONFIG, FACTS, saved_config
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.report.charts import Floats
-from symexplin.lab.weights import MODEL, find_weights, load_optimizer, load_weights
+from symexplin.lab.weights import find_weights, load_optimizer, load_weights
 from symexplin.modes import Scales
 from symexplin.modules import SELLinear
 from symexplin.optim import RawSpaceOptimizer
@@ -144,7 +144,7 @@ def probe(folder: Path) -> Probe:
     if checkpoint is None:
         raise ValueError(f"sources must name a run with a checkpoint, got {str(folder)!r}, which has none")
     path, state = checkpoint
-    load_weights(built.model, path / MODEL)
+    load_weights(built.model, path)
     load_optimizer(built.optimizer, path, state["optimizer"])
     curved = _curved(built) or {
         name: Curved(Map.of(layer.weight.shape, "oi", IDENTITY), layer.weight, {})
