@@ -225,7 +225,7 @@ class PrepareConfig(Schema):
 
     Args:
         sources: where the text comes from: "stdlib" (the sources of the running Python), files, folders,
-            "hf:NAME[:CONFIG]", "openwebtext", "fineweb".
+            parquet files, "hf:NAME[:CONFIG][@REVISION]", "openwebtext", "fineweb".
         tokenizer: "bpe" to train one on the text, "byte", "gpt2", "hf:NAME" (of a model on the hub), or the path of a
             `tokenizers` JSON file.
         vocab_size: tokens of a BPE trained here.

@@ -1,11 +1,13 @@
 import dataclasses
 import hashlib
+import os
 
 import numpy as np
 import pytest
 import torch
 
 from corpora import in_memory, prepared
+from symexplin.lab.data import batches as module
 from symexplin.lab.data.batches import BatchLoader, Corpus, eval_batches, read_tokens
 from symexplin.lab.data.prepare import write_tokens
 from symexplin.lab.data.tokenizer import train_bpe
@@ -52,6 +54,23 @@ def test_token_files_are_arrays_of_numpy_on_the_disk(tmp_path, size, dtype):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"a.npy' is damaged or missing"):
             read_tokens(path, 999, digest, verify=False)
+
+
+def test_large_tokens_are_hashed_once_for_a_size_and_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_LARGE", 1)
+    path = tmp_path / "a.npy"
+    count, digest = write_tokens(path, [np.arange(99, dtype=np.uint8)], np.dtype(np.uint8))
+    read_tokens(path, count, digest)
+    whole, about = path.read_bytes(), path.stat()
+    path.write_bytes(whole[:-1] + b"x")
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+    read_tokens(path, count, digest)  # not read again
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns + 1))
+    with pytest.raises(ValueError, match=r"a.npy' is damaged"):
+        read_tokens(path, count, digest)
+    path.write_bytes(whole)
+    with pytest.raises(ValueError, match=r"a.npy' is damaged"):
+        read_tokens(path, count, "0" * 64)
 
 
 def test_batches_are_windows_and_pure_in_seed_and_step():

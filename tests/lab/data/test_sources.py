@@ -7,7 +7,7 @@ import pytest
 
 from corpora import split
 from symexplin.lab.data import sources as module
-from symexplin.lab.data.sources import find_source, hash_document, hub_file, split_documents
+from symexplin.lab.data.sources import check_source, find_source, hash_document, hub_file, split_documents
 
 datasets = pytest.importorskip("datasets")
 
@@ -120,17 +120,48 @@ def test_out_of_reach_is_one_line(monkeypatch):
 def test_shorthands_and_names_of_datasets(monkeypatch):
     asked = []
     rows = datasets.Dataset.from_dict({"text": ["a", "b\0c", None], "id": [1, 2, 3]})
-    monkeypatch.setattr(datasets, "load_dataset", lambda *words, split, **_: asked.append((*words, split)) or rows)
-    for name in ("openwebtext", "fineweb", "hf:some/name"):
+    monkeypatch.setattr(module, "_DOCUMENTS", {"openwebtext": 3})
+
+    def fake(*words, split, revision, streaming=False):
+        asked.append((*words, split, revision))
+        return iter(rows) if streaming else rows
+
+    monkeypatch.setattr(datasets, "load_dataset", fake)
+    for name in ("openwebtext", "fineweb", "hf:some/name", "hf:some/name:small@v1.0"):
         assert load(name, split="test") == [b"a", b"b", b"c"]
     assert asked == [
-        ("Skylion007/openwebtext", None, "test"),
-        ("HuggingFaceFW/fineweb", "sample-10BT", "test"),
-        ("some/name", None, "test"),
+        ("Skylion007/openwebtext", None, "test", "refs/convert/parquet"),
+        ("HuggingFaceFW/fineweb", "sample-10BT", "test", None),
+        ("some/name", None, "test", None),
+        ("some/name", "small", "test", "v1.0"),
     ]
+    check_source("openwebtext", "text", "train")
+    monkeypatch.setattr(module, "_DOCUMENTS", {"openwebtext": 4})
+    with pytest.raises(ValueError, match="'openwebtext' has 3 documents on the hub, not 4: give a folder with"):
+        load("openwebtext")
     for key in ("body", "id"):
         with pytest.raises(ValueError, match=f"text_key must be the text among the columns of 'hf:x', .*; got '{key}'"):
             load("hf:x", text_key=key)
+        with pytest.raises(ValueError, match=f"text_key must be the text among the columns of 'hf:x', .*; got '{key}'"):
+            check_source("hf:x", key, "train")
+
+
+def test_parquet_files_and_folders_of_them(tmp_path):
+    rows = {"text": ["one", None, "two\0three"], "id": [1, 2, 3]}
+    for name in ("a", "b"):
+        datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "root" / f"{name}.parquet")
+    (tmp_path / "root" / "c.txt").write_text("four")
+    assert load(tmp_path / "root" / "a.parquet") == [b"one", b"two", b"three"]
+    assert load(tmp_path / "root") == [b"one", b"two", b"three"] * 2 + [b"four"]
+    for key in ("body", "id"):
+        for name in ("root", "root/a.parquet"):
+            with pytest.raises(ValueError, match=rf"columns of '.*a.parquet', text, id; got '{key}'"):
+                load(tmp_path / name, text_key=key)
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(ValueError, match=r"bad.parquet' is damaged, or not parquet"):
+        check_source(str(tmp_path / "bad.parquet"), "text", "train")
+    with pytest.raises(FileNotFoundError, match=r"valid must be 'stdlib', .*got 'nowhere'"):
+        check_source("nowhere", "text", "train", "valid")
 
 
 # --- the split -------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ tokenizer.json        of the `tokenizers` library
 train.npy, valid.npy  the tokens, one `numpy` array per side
 """
 
+import contextlib
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from symexplin.lab.data.tokenizer import TokenArray, Tokenizer
-from symexplin.lab.files import read_json
+from symexplin.lab.files import read_json, replace_file
 
 __all__ = [
     *("DATASET", "SIDES", "TOKENIZER"),
@@ -25,6 +26,7 @@ __all__ = [
 
 DATASET, TOKENIZER = "dataset.json", "tokenizer.json"
 SIDES = ("train", "valid")
+_LARGE = 2**30  # bytes of tokens whose digest takes long
 
 Batch = tuple[Tensor, Tensor]
 
@@ -43,7 +45,7 @@ def read_tokens(path: Path, count: int, sha256: str, *, verify: bool = True) -> 
     """Return the tokens of a file of :func:`write_tokens`, mapped into memory; `verify` compares their sha256."""
     try:
         tokens = np.load(path, mmap_mode="r").view(np.ndarray)
-        whole = tokens.shape == (count,) and (not verify or hashlib.sha256(tokens.data).hexdigest() == sha256)
+        whole = tokens.shape == (count,) and (not verify or _verified(path, tokens, sha256))
     except Exception:  # numpy raises errors of many kinds for a damaged header
         whole = False
     if not whole:
@@ -52,6 +54,20 @@ def read_tokens(path: Path, count: int, sha256: str, *, verify: bool = True) -> 
             "prepare` into a new folder"
         )
     return cast(TokenArray, tokens)
+
+
+def _verified(path: Path, tokens: TokenArray, sha256: str) -> bool:
+    """Whether tokens have their digest. Of large files it is computed once for a size and a time of writing."""
+    about, stamp = path.stat(), path.with_suffix(".verified")
+    known = f"{about.st_size} {about.st_mtime_ns} {sha256}\n"
+    large = tokens.nbytes >= _LARGE
+    if large and stamp.is_file() and stamp.read_text() == known:
+        return True
+    same = hashlib.sha256(tokens.data).hexdigest() == sha256
+    if large and same:
+        with contextlib.suppress(OSError):  # data of others may be read alone
+            replace_file(stamp, known)
+    return same
 
 
 @dataclass(frozen=True)
@@ -67,7 +83,10 @@ class Corpus:
 
     @classmethod
     def load(cls, folder: str | Path, *, verify: bool = True) -> Self:
-        """Return the corpus in a prepared folder, mapped into memory; `verify` reads all tokens for their digests."""
+        """Return the corpus in a prepared folder, mapped into memory; `verify` reads all tokens for their digests.
+
+        Files of 1 GiB and more are read for it once, and a file beside them remembers it.
+        """
         folder = Path(folder)
         dataset = read_dataset(folder)
         if not (folder / TOKENIZER).is_file():

@@ -16,15 +16,19 @@ from typing import Any, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Reader", "find_source", "hash_document", "hub_file", "split_documents"]
+__all__ = ["Reader", "check_source", "find_source", "hash_document", "hub_file", "split_documents"]
 
 Reader = Callable[[], Iterator[bytes]]  # yields the documents of a source from its start, as often as it is called
 
 _SEPARATOR = "\0"  # ends each document; it does not occur in text
 _SHORTHANDS = {
-    "openwebtext": "hf:Skylion007/openwebtext",  # the paper's corpus
+    # The paper's corpus. `datasets` runs no scripts anymore: this is the branch that the hub has converted.
+    "openwebtext": "hf:Skylion007/openwebtext@refs/convert/parquet",
     "fineweb": "hf:HuggingFaceFW/fineweb:sample-10BT",
 }
+# Such a branch may hold a part of a dataset alone.
+_DOCUMENTS = {"openwebtext": 8_013_769}
+_PARQUET = ".parquet"
 _CHUNK = 1 << 20  # characters
 # Folders of the standard library that are not its text: installed packages, tests, build leftovers.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
@@ -37,21 +41,29 @@ def find_source(name: str, text_key: str, split: str, left_out: list[str], key: 
     `left_out` gets the files of a folder that are not text.
     """
     spec, path = _SHORTHANDS.get(name, name), Path(name)
-    if re.match("hf:[^:]", spec):
+    if re.match("hf:[^:@]", spec):
         rows = _dataset(spec.removeprefix("hf:"), text_key, split)
+        if len(rows) < _DOCUMENTS.get(name, 0):
+            raise ValueError(
+                f"{key}: {name!r} has {len(rows):,} documents on the hub, not {_DOCUMENTS[name]:,}: give a folder with "
+                "its parquet files or texts instead"
+            )
         return lambda: _documents(key, name, _column(rows, text_key))
     if name == "stdlib":
         library = _files(Path(sysconfig.get_path("stdlib")), _NOT_LIBRARY)
         files = [file for file in library if file.suffix == ".py" and _is_text(file)]
     elif name and path.is_dir():
-        found = _files(path)
-        files = [file for file in found if _is_text(file)]
-        left_out += map(str, sorted({*found} - {*files}))
+        every = _files(path)
+        files = [file for file in every if file.suffix == _PARQUET or _is_text(file)]
+        left_out += map(str, sorted({*every} - {*files}))
     elif path.is_file():  # not a pipe, which gives its text once
         files = [path]
     else:
         right = "'stdlib', an existing file or folder, 'hf:NAME', " + " or ".join(map(repr, _SHORTHANDS))
         raise FileNotFoundError(f"{key} must be {right}, got {name!r}")
+    for file in files:
+        if file.suffix == _PARQUET:
+            _check_column(_parquet(file).schema_arrow, text_key, str(file))
     return lambda: _documents(key, name, _texts(files, text_key))
 
 
@@ -71,11 +83,11 @@ def _documents(key: str, name: str, texts: Iterable[str]) -> Iterator[bytes]:
 
 def _files(root: Path, without: frozenset[str] = frozenset()) -> list[Path]:
     """Return the files below a folder in the order of their paths; links to folders are not followed."""
-    found = []
+    files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in without]
-        found += [path for name in names if (path := Path(folder, name)).is_file()]
-    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+        files += [path for name in names if (path := Path(folder, name)).is_file()]
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
 def _is_text(path: Path) -> bool:
@@ -104,8 +116,12 @@ def _open(path: Path) -> Iterator[TextIO]:
 
 
 def _texts(files: Iterable[Path], text_key: str) -> Iterator[str]:
-    """Yield the texts of files: of JSON lines, or what lies between separators."""
+    """Yield the texts of files: of parquet, of JSON lines, or what lies between separators."""
     for path in files:
+        if path.suffix == _PARQUET:
+            for part in _parquet(path).iter_batches(batch_size=256, columns=[text_key]):
+                yield from (text or "" for text in part.column(0).to_pylist())
+            continue
         with _open(path) as file:
             if Path(path.name.removesuffix(".gz").removesuffix(".xz")).suffix == ".jsonl":
                 lines = (pair for pair in enumerate(file, start=1) if pair[1].strip())
@@ -140,20 +156,62 @@ def _of_json(line: str, text_key: str, place: str) -> str:
 
 def _dataset(spec: str, text_key: str, split: str) -> Any:
     """Return the text column of one split of a dataset of the hub, as a `datasets.Dataset` on the disk."""
+    rows = _load(spec, split)
+    _check_column(rows.features.arrow_schema, text_key, f"hf:{spec}")
+    return rows.select_columns([text_key])
+
+
+def _load(spec: str, split: str, first: bool = False) -> Any:
+    """Return one split of the dataset NAME[:CONFIG][@REVISION], or its `first` row alone."""
     import datasets
 
-    name, _, config = spec.partition(":")
+    place, _, revision = spec.partition("@")
+    name, _, config = place.partition(":")
     try:
-        found = datasets.load_dataset(name, config or None, split=split)
+        options = {"streaming": True} if first else {}
+        rows = datasets.load_dataset(name, config or None, split=split, revision=revision or None, **options)
+        return next(iter(rows), {}) if first else rows
     except Exception as error:  # builders raise errors of every kind
         raise ValueError(
             f"source 'hf:{spec}' with split {split!r} cannot be loaded ({_line(error)}): check the name and the "
-            "network, or give a local file or folder instead"
+            "network, or give a local file or folder instead; for a dataset that is a script, try 'hf:NAME@refs/"
+            "convert/parquet'"
         ) from None
-    if getattr(found.features.get(text_key), "dtype", "") not in ("string", "large_string"):
-        columns = ", ".join(found.column_names)
-        raise ValueError(f"text_key must be the text among the columns of 'hf:{spec}', {columns}; got {text_key!r}")
-    return found.select_columns([text_key])
+
+
+def _check_column(schema: Any, text_key: str, place: str) -> None:
+    """Raise ValueError unless a column of this name has text."""
+    if text_key not in schema.names or str(schema.field(text_key).type) not in ("string", "large_string"):
+        columns = ", ".join(schema.names)
+        raise ValueError(f"text_key must be the text among the columns of {place!r}, {columns}; got {text_key!r}")
+
+
+def _parquet(path: Path) -> Any:
+    try:
+        from pyarrow import ArrowInvalid, parquet
+    except ImportError:
+        raise ValueError(f"{str(path)!r} needs pyarrow: pip install pyarrow") from None
+    try:
+        return parquet.ParquetFile(path)
+    except ArrowInvalid as error:
+        raise ValueError(f"{str(path)!r} is damaged, or not parquet: {error}") from None
+
+
+def check_source(name: str, text_key: str, split: str, key: str = "sources") -> None:
+    """Raise what :func:`find_source` would, without a download: call it before a job is queued.
+
+    Of a dataset on the hub it reads the first row.
+    """
+    spec = _SHORTHANDS.get(name, name)
+    if name and Path(name).is_dir():  # to look for text in its files takes long
+        return
+    if not re.match("hf:[^:@]", spec):
+        find_source(name, text_key, split, [], key)
+        return
+    first = _load(spec.removeprefix("hf:"), split, first=True)
+    if not isinstance(first.get(text_key), str | None) or text_key not in first:
+        columns = ", ".join(first)
+        raise ValueError(f"text_key must be the text among the columns of {spec!r}, {columns}; got {text_key!r}")
 
 
 def _column(rows: Any, text_key: str) -> Iterator[str]:
