@@ -147,7 +147,11 @@ class Trainer:
         """Return the whole model with curved layers folded, for the first process; others get the model as it is."""
         model = self.model
         if self._sharded:
-            weights = self._gather(model.state_dict())
+            weights = {}
+            for name, tensor in model.state_dict().items():  # gathered one by one
+                complete = whole(tensor)
+                if self._ranks.first:
+                    weights[name] = complete.cpu()
             if not self._ranks.first:
                 return model
             model = build_model(self.config, device="meta")
@@ -166,15 +170,6 @@ class Trainer:
             save_model(self.model, folder / MODEL, curve)
             write_tensors(folder / OPTIMIZER, state)
         return {"optimizer": rest}
-
-    def _gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return whole tensors in the first process, gathered one by one; nothing in the others."""
-        gathered = {}
-        for name, tensor in tensors.items():
-            complete = whole(tensor)
-            if self._ranks.first:
-                gathered[name] = complete.cpu() if is_dtensor(tensor) else complete
-        return gathered
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Continue from what :meth:`save` wrote."""

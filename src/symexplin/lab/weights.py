@@ -74,8 +74,8 @@ def iter_tensors(path: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 def _whole_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the whole weights of a checkpoint with parts of tensors."""
-    shapes = {name: about for name, about in shard_metadata(folder).items() if name.startswith(_WEIGHTS)}
-    tensors = {name: _empty(about) for name, about in shapes.items()}
+    about = shard_metadata(folder)
+    tensors = {name: _empty(about[name]) for name in about if name.startswith(_WEIGHTS)}
     read_shards(folder, tensors)
     yield from ((name.removeprefix(_WEIGHTS), tensor) for name, tensor in tensors.items())
 
@@ -150,24 +150,18 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], entries: Mapp
 # --- Models of the laboratory -----------------------------------------------------------------------------------------
 
 
-def save_model(
-    model: Transformer, path: str | Path, curve: SELConfig | None = None, state: Mapping[str, Tensor] | None = None
-) -> None:
+def save_model(model: Transformer, path: str | Path, curve: SELConfig | None = None) -> None:
     """Write the plain or raw weights of `model` without a tied head, its shape, and `curve`, the map of its training.
-
-    `state` has the whole weights of a sharded model.
 
     Raises:
         OSError: a full disk, for example; an earlier file stays.
     """
-    write_tensors(path, _untied(model, state), map_entry(curve, config=dataclasses.asdict(model.config)))
+    write_tensors(path, _untied(model), map_entry(curve, config=dataclasses.asdict(model.config)))
 
 
-def _untied(model: Transformer, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    weights = dict(model.state_dict() if state is None else state)
-    if model.config.tie_head:
-        del weights[_TIED]
-    return weights
+def _untied(model: Transformer) -> dict[str, Tensor]:
+    tied = {_TIED} if model.config.tie_head else set()
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def load_model(path: str | Path) -> Transformer:

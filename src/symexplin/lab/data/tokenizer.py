@@ -38,9 +38,9 @@ def pieces(document: bytes, size: int = _PIECE) -> Iterator[bytes]:
     No word of the usual pre-tokenizers spans such a place, so the pieces have the tokens of the whole document.
     """
     start = 0
-    while found := _SAFE_CUT.search(document, start + size):
-        yield document[start : found.start()]
-        start = found.start()
+    while cut := _SAFE_CUT.search(document, start + size):
+        yield document[start : cut.start()]
+        start = cut.start()
     yield document[start:]
 
 
@@ -131,8 +131,8 @@ class Tokenizer:
         end = np.array([self.end], self.dtype)
         for batch in _batches(documents):
             texts = [piece.decode("utf-8", errors="replace") for piece in batch if piece is not None]
-            found = iter(self.backend.encode_batch_fast(texts))
-            yield np.concatenate([end if piece is None else np.array(next(found).ids, self.dtype) for piece in batch])
+            encoded = iter(self.backend.encode_batch_fast(texts))
+            yield np.concatenate([end if piece is None else np.array(next(encoded).ids, self.dtype) for piece in batch])
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of tokens, with ends; bytes that are not UTF-8 become the replacement character."""
