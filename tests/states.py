@@ -1,4 +1,4 @@
-"""States of a process that other code may set, and copies of tests that call the library in one.
+"""States of a process that other code may set, and copies of tests that call the library in some at once.
 
 In a copy, every public function, method and property of the core first enters the state. The test's own tensors are
 made outside of it, and what it asserts is unchanged.
@@ -16,7 +16,7 @@ import torch
 
 import symexplin
 
-__all__ = ["STATES", "copies", "enter", "setting"]
+__all__ = ["STATES", "copies", "enter", "entered", "setting"]
 
 
 @contextlib.contextmanager
@@ -42,17 +42,28 @@ STATES = {
         setting, torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
     ),
 }
+# What copies meet at once. A state that hides what another shows stands apart from it.
+_TOGETHER = (("bfloat16", "meta", "medium"), ("float64", "deterministic"), ("inference",))
 _OUTSIDE = tuple(f"symexplin.{name}" for name in ("__main__", "cli", "experiments", "hf", "lab"))
 _SPECIAL = ("__init__", "__repr__", "__setstate__")  # methods that enter the state besides the public ones
 _USUAL_ONLY = ("usual_state", "slow", "distributed", "gpu")  # marks of tests that are not copied
 _TESTS = str(Path(__file__).parent)
 
 
+@contextlib.contextmanager
+def entered(names, states=STATES):
+    """Enter several states."""
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(states[name]())
+        yield
+
+
 def copies(item):
-    """Return a copy of a test for each state, marked with its name, unless the test belongs to the usual state."""
+    """Return copies of a test in other states, marked with their names, unless the test belongs to the usual one."""
     made = []
-    for state in () if any(map(item.get_closest_marker, _USUAL_ONLY)) else STATES:
-        name = f"{item.originalname}-{state}"
+    for states in () if any(map(item.get_closest_marker, _USUAL_ONLY)) else _TOGETHER:
+        name = f"{item.originalname}-{'-'.join(states)}"
         copy = pytest.Function.from_parent(
             item.parent,
             name=name + item.name.removeprefix(item.originalname),
@@ -61,36 +72,36 @@ def copies(item):
             fixtureinfo=item._fixtureinfo,
             originalname=name,  # of which pytest makes the identity of the copy
         )
-        copy.add_marker(pytest.mark.process_state(state))
+        copy.add_marker(pytest.mark.process_state(states))
         made.append(copy)
     return made
 
 
 @contextlib.contextmanager
-def enter(state):
-    """Replace the public functions, methods and properties of the core by ones that enter the state."""
+def enter(states):
+    """Replace the public functions, methods and properties of the core by ones that enter the states."""
     loaded = list(sys.modules.items())
     core = [module for name, module in loaded if name.split(".")[0] == "symexplin" and not name.startswith(_OUTSIDE)]
     tests = [module for _, module in loaded if (getattr(module, "__file__", None) or "").startswith(_TESTS)]
-    found = [getattr(module, name) for module in core for name in getattr(module, "__all__", ())]
-    functions = {value for value in found if inspect.isfunction(value) and _is_asked(value, state)}
-    classes = {value for value in found if inspect.isclass(value) and _is_asked(value, state)}
+    public = [getattr(module, name) for module in core for name in getattr(module, "__all__", ())]
+    functions = {value for value in public if inspect.isfunction(value) and _is_asked(value, states)}
+    classes = {value for value in public if inspect.isclass(value) and _is_asked(value, states)}
     with pytest.MonkeyPatch.context() as patch:
         for kind in classes:
-            for name, member in _wrapped_members(kind, state):
+            for name, member in _wrapped_members(kind, states):
                 patch.setattr(kind, name, member)
         for module in [*core, *tests]:
             for name, value in list(vars(module).items()):
                 if inspect.isfunction(value) and value in functions:
-                    patch.setattr(module, name, _wrapped(value, state))
+                    patch.setattr(module, name, _wrapped(value, states))
         yield
 
 
-def _is_asked(value, state):
-    """Whether a function or class is called in the state: one without gradients is no place for a forward pass."""
+def _is_asked(value, states):
+    """Whether a function or class is called in the states: one without gradients is no place for a forward pass."""
     if not value.__module__.startswith("symexplin."):
         return False
-    if state != "inference":
+    if "inference" not in states:
         return True
     return issubclass(value, torch.optim.Optimizer) if inspect.isclass(value) else value.__name__ in symexplin.__all__
 
@@ -99,8 +110,8 @@ _inside = contextvars.ContextVar("inside", default=False)
 
 
 @functools.cache
-def _wrapped(function, state):
-    """Return a function that enters the state, unless it is called by one that has: the library may leave a state."""
+def _wrapped(function, states):
+    """Return a function that enters the states, unless it is called by one that has: the library may leave a state."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -108,7 +119,7 @@ def _wrapped(function, state):
             return function(*args, **kwargs)
         token = _inside.set(True)
         try:
-            with STATES[state]():
+            with entered(states):
                 return function(*args, **kwargs)
         finally:
             _inside.reset(token)
@@ -116,14 +127,14 @@ def _wrapped(function, state):
     return call
 
 
-def _wrapped_members(kind, state):
+def _wrapped_members(kind, states):
     for name, value in list(vars(kind).items()):
         # A module is made with the default dtype and device, as nn.Linear is.
         if name.startswith("_") and (name not in _SPECIAL or issubclass(kind, torch.nn.Module)):
             continue
         if inspect.isfunction(value) and not inspect.isgeneratorfunction(value):
-            yield name, _wrapped(value, state)
+            yield name, _wrapped(value, states)
         elif isinstance(value, staticmethod):
-            yield name, staticmethod(_wrapped(value.__func__, state))
+            yield name, staticmethod(_wrapped(value.__func__, states))
         elif isinstance(value, property):
-            yield name, property(_wrapped(value.fget, state), value.fset, value.fdel, value.__doc__)
+            yield name, property(_wrapped(value.fget, states), value.fset, value.fdel, value.__doc__)

@@ -10,7 +10,7 @@ from torch import nn
 
 import symexplin as sel
 from scripts import load
-from states import STATES, setting
+from states import STATES, entered, setting
 from training import PAPER, same
 
 SELLion = load(Path(__file__).parents[2] / "examples" / "sel_lion.py").SELLion
@@ -32,16 +32,8 @@ TOGETHER = (
 )
 
 
-@contextlib.contextmanager
-def entered(names):
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            stack.enter_context(EACH[name]())
-        yield
-
-
 together = pytest.mark.parametrize(
-    "state", [functools.partial(entered, names) for names in TOGETHER], ids=map(", ".join, TOGETHER)
+    "state", [functools.partial(entered, names, EACH) for names in TOGETHER], ids=map(", ".join, TOGETHER)
 )
 
 SHARED = {"lr": 1e-2, "max_grad_norm": 1.0}
