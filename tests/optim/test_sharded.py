@@ -12,19 +12,15 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 _ROUNDING = 2.0**-24  # of float32
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
-# By the number of processes: how they share the model, and the run. Shards are uneven, and some are empty.
-TRAJECTORIES = {
-    2: [("ddp", "paper", F64), ("columns", "elementwise", F64), ("columns", "muon", F64), ("fsdp", "muon layers", F64)],
-    3: [("fsdp", "absorbed", F64)],
-    4: [
-        *(("fsdp", name, F64) for name in ("default", "elementwise", "layers", "default layers")),
-        *(("tensor", name, F64) for name in ("offset", "elementwise", "default layers", "muon layers")),
-        *(("columns", "offset", F64), ("hsdp", "paper", F64)),
-        *(("fsdp", "paper", F32), ("fsdp", "default", F32), ("tensor", "paper", F32), ("fsdp", "layers", F32)),
-        *(("tensor", "numbers", F32), ("fsdp", "muon mixed", F32)),
-    ],
-}
-CASES = [(world, *case) for world, cases in TRAJECTORIES.items() for case in cases]
+# Number of processes, how they share the model, and the run. Shards are uneven, and some are empty.
+CASES = [
+    *((2, *case) for case in (("ddp", "paper", F64), ("columns", "muon", F64), ("fsdp", "muon layers", F64))),
+    *((4, "fsdp", name, F64) for name in ("default", "absorbed", "layers")),
+    *((4, "tensor", name, F64) for name in ("offset", "elementwise", "default layers", "muon layers")),
+    *((4, "columns", "offset", F64), (4, "hsdp", "paper", F64)),
+    *((4, *case, F32) for case in (("fsdp", "paper"), ("fsdp", "default"), ("tensor", "numbers"))),
+    (4, "fsdp", "muon mixed", F32),
+]
 
 
 def name_of(case):
@@ -35,19 +31,6 @@ def name_of(case):
 def whole():
     """The same trajectories in one process."""
     return {case: sharded.trajectory("whole", *case) for case in {case[2:] for case in CASES}}
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """The result of each trajectory in the first process; the others must have the same."""
-    folder = tmp_path_factory.mktemp("trajectories")
-    results = {}
-    for world, cases in TRAJECTORIES.items():
-        calls = [("trajectory", case, {}) for case in cases]
-        for case, first, *others in zip(cases, *run(world, folder, sharded.several, calls), strict=True):
-            assert not any(differing(other[i], first[i]) for other in others for i in (0, 1))
-            results[world, *case] = first
-    return results
 
 
 def differing(a, b):
@@ -63,11 +46,13 @@ def distances(a, b):
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_processes_follow_the_trajectory_of_one(found, whole, case):
+def test_processes_follow_the_trajectory_of_one(said, whole, case):
     """Float64 to 1e-9; float32 to ten times what one ulp at the start becomes, losses to 1e-4."""
-    weights, state, losses, figures = found[case]
+    first, *others = said[case]
+    assert not any(differing(other[i], first[i]) for other in others for i in (0, 1))
+    weights, state, losses, figures = first
     expected, expected_state, expected_losses, expected_figures = whole[case[2:]]
-    assert losses[-1] < 0.9 * losses[0]
+    assert losses[-1] < 0.98 * losses[0]  # of the same batch
     if case[3] == F64:
         assert max(distances(weights, expected).values()) < 1e-9
         assert max(distances(state, expected_state).values()) < 1e-9
@@ -88,81 +73,19 @@ MOVES = {
     "4 to 2": (("fsdp", 4), ("fsdp", 2), {}),
     "4 to 1": (("fsdp", 4), ("whole", 1), {}),
     "1 to 4": (("whole", 1), ("fsdp", 4), {}),
-    "4 to 4": (("fsdp", 4), ("fsdp", 4), {}),
     "4 to 2, flat": (("fsdp", 4), ("fsdp", 2), {"flat": True}),
     "4 to 1, gathered": (("fsdp", 4), ("whole", 1), {"full_state": True}),
     "1 to 4, gathered": (("whole", 1), ("fsdp", 4), {"full_state": True}),
     "replicas to columns": (("hsdp", 4), ("columns", 2), {}),
     "2 x 2 to 2 x 2": (("tensor", 4), ("tensor", 4), {}),
     "2 x 2 to 4": (("tensor", 4), ("fsdp", 4), {}),
-    "1 to 2 x 2": (("whole", 1), ("tensor", 4), {}),
 }
 # Raw weights and scales of every shape, master copies, Muon's momentum and stacks of matrices.
-MOVED = [(name, "elementwise", F32) for name in MOVES if name not in ("4 to 2", "2 x 2 to 2 x 2", "2 x 2 to 4")]
-MOVED += [("2 x 2 to 2 x 2", "elementwise", BF16), ("4 to 2", "default", BF16), ("1 to 4", "default", BF16)]
+MOVED = [(name, "elementwise", F32) for name in ("4 to 1", "4 to 2, flat", "replicas to columns")]
+MOVED += [("4 to 1, gathered", "elementwise", F32), ("1 to 4, gathered", "elementwise", F32)]
+MOVED += [("2 x 2 to 2 x 2", "elementwise", BF16), ("1 to 4", "default", BF16)]
 MOVED += [("4 to 2", "stochastic", BF16), ("4 to 2", "muon", F32), ("2 x 2 to 4", "layers", F32)]
-
-
-@pytest.fixture(scope="module")
-def moved(tmp_path_factory):
-    """(as saved, end of the uninterrupted run), (as loaded, end of the resumed run) of every move."""
-    folder = tmp_path_factory.mktemp("moves")
-    results = {case: [None, None] for case in MOVED}
-    # No move is from two processes to four or to one: each number of processes is joined once.
-    for world, sides in ((1, [0]), (4, [0, 1]), (2, [0, 1]), (1, [1])):
-        cases = [(case, side) for side in sides for case in MOVED if MOVES[case[0]][side][1] == world]
-        calls = [
-            (
-                ("saved", "resumed")[side],
-                (MOVES[move][side][0], name, folder / f"{move}-{name}-{dtype}", dtype),
-                MOVES[move][2],
-            )
-            for (move, name, dtype), side in cases
-        ]
-        first = sharded.several(calls) if world == 1 else run(world, folder, sharded.several, calls)[0]
-        for (case, side), result in zip(cases, first, strict=True):
-            results[case][side] = result
-    return results
-
-
-@pytest.mark.parametrize("case", MOVED, ids=name_of)
-def test_a_run_moves_to_another_number_of_processes(moved, case):
-    ((weights, state), end), ((loaded_weights, loaded_state), resumed_end) = moved[case]
-    assert not differing(loaded_weights, weights)
-    assert not differing(loaded_state, state)
-    assert {value.dtype for value in loaded_state.values()} == {F32}
-    assert any(key.endswith(" master") for key in state) == (case[2] == BF16 and case[1] != "stochastic")
-    if MOVES[case[0]][0] == MOVES[case[0]][1]:
-        assert not differing(resumed_end[1], end[1])
-        assert resumed_end[2] == end[2]
-    elif case[2] == F32:
-        assert resumed_end[2] == pytest.approx(end[2], abs=1e-4)
-        assert max(distances(resumed_end[0], end[0]).values()) < 1e-3
-
-
 GIVEN = [("default", BF16), ("stochastic", BF16), ("default", F32)]
-
-
-@pytest.fixture(scope="module")
-def on_shards(tmp_path_factory):
-    """Weights and states after steps with the same gradients, on 2 and 3 shards by rows and on 2 x 2 blocks."""
-    folder = tmp_path_factory.mktemp("given")
-    results = {}
-    for shards, world, cases in (("2", 2, GIVEN), ("3", 3, GIVEN), ("2 x 2", 4, GIVEN[:2])):
-        calls = [("given", case, {"blocks": shards == "2 x 2"}) for case in cases]
-        results |= zip([(shards, *case) for case in cases], run(world, folder, sharded.several, calls)[0], strict=True)
-    return results
-
-
-@pytest.mark.parametrize(("name", "dtype"), GIVEN)
-def test_shards_have_the_bits_of_the_whole(on_shards, name, dtype):
-    expected = sharded.given(name, dtype)
-    for shards in ("2", "3", "2 x 2"):
-        if (shards, name, dtype) in on_shards:
-            for found, right in zip(on_shards[shards, name, dtype], expected, strict=True):
-                assert not differing(found, right), shards
-
-
 DETAILS = {
     "collectives": ("collectives", ("fsdp",), {}),
     "written": ("written", ("fsdp",), {}),
@@ -175,44 +98,95 @@ DETAILS = {
 
 
 @pytest.fixture(scope="module")
-def details(tmp_path_factory):
-    """What each of four processes has to say of each case."""
-    results = run(4, tmp_path_factory.mktemp("details"), sharded.several, list(DETAILS.values()))
-    return {case: [said[i] for said in results] for i, case in enumerate(DETAILS)}
+def said(tmp_path_factory):
+    """What every process returned for each case; each number of processes is joined once."""
+    folder, joined = tmp_path_factory.mktemp("joined"), tmp_path_factory.mktemp("rendezvous")
+    results = {}
+
+    def moves(side, world):
+        for move, name, dtype in MOVED:
+            how, number = MOVES[move][side]
+            if number == world:
+                call = ("saved", "resumed")[side], (how, name, folder / f"{move}-{name}-{dtype}", dtype), MOVES[move][2]
+                yield (side, move, name, dtype), call
+
+    def together(world, *sides):
+        calls = {case: ("trajectory", case[1:], {}) for case in CASES if case[0] == world}
+        for blocks in (False, True) if world == 4 else (False,):
+            calls |= {(world, blocks, *case): ("given", case, {"blocks": blocks}) for case in GIVEN}
+        for side in sides:
+            calls |= moves(side, world)
+        calls |= DETAILS if world == 4 else {}
+        answers = run(world, joined, sharded.several, list(calls.values()), timeout=280)
+        results.update(zip(calls, map(list, zip(*answers, strict=True)), strict=True))
+
+    def alone(side):
+        for case, call in moves(side, 1):
+            results[case] = sharded.several([call])
+
+    alone(0)
+    together(4, 0, 1)  # no move is from two processes to four or to one
+    together(2, 0, 1)
+    alone(1)
+    return results
 
 
-def test_a_step_takes_one_all_reduce(details):
-    assert details["collectives"] == [1] * 4
+@pytest.mark.parametrize("case", MOVED, ids=name_of)
+def test_a_run_moves_to_another_number_of_processes(said, case):
+    ((weights, state), end), ((loaded_weights, loaded_state), resumed_end) = (said[side, *case][0] for side in (0, 1))
+    assert not differing(loaded_weights, weights)
+    assert not differing(loaded_state, state)
+    assert {value.dtype for value in loaded_state.values()} == {F32}
+    assert any(key.endswith(" master") for key in state) == (case[2] == BF16 and case[1] != "stochastic")
+    if MOVES[case[0]][0] == MOVES[case[0]][1]:
+        assert not differing(resumed_end[1], end[1])
+        assert resumed_end[2] == end[2]
+    elif case[2] == F32:
+        assert resumed_end[2] == pytest.approx(end[2], abs=1e-4)
+        assert max(distances(resumed_end[0], end[0]).values()) < 1e-3
 
 
-def test_writes_into_all_processes_and_into_one_are_adopted(details):
+@pytest.mark.parametrize(("name", "dtype"), GIVEN)
+def test_shards_have_the_bits_of_the_whole(said, name, dtype):
+    """Of steps with the same gradients, on 2 and 4 shards by rows and on 2 x 2 blocks."""
+    expected = sharded.given(name, dtype)
+    for shards in ((2, False), (4, False), (4, True)):
+        for found, right in zip(said[*shards, name, dtype][0], expected, strict=True):
+            assert not differing(found, right), shards
+
+
+def test_a_step_takes_one_all_reduce(said):
+    assert said["collectives"] == [1] * 4
+
+
+def test_writes_into_all_processes_and_into_one_are_adopted(said):
     expected = sharded.written("whole")
-    for weights in details["written"]:
+    for weights in said["written"]:
         assert max(distances(weights, expected).values()) < 1e-9
 
 
-def test_the_state_of_a_process_can_be_saved_and_loaded_and_is_no_larger_than_its_part(details):
-    assert details["snapshots"] == [(True, True)] * 4
+def test_the_state_of_a_process_can_be_saved_and_loaded_and_is_no_larger_than_its_part(said):
+    assert said["snapshots"] == [(True, True)] * 4
 
 
-def test_mixed_precision_keeps_everything_of_the_optimizer_in_fp32(details, whole):
+def test_mixed_precision_keeps_everything_of_the_optimizer_in_fp32(said, whole):
     """Weights are cast to bfloat16 for the forward and backward passes alone."""
-    weights, state, losses, _ = details["mixed"][0]
+    weights, state, losses, _ = said["mixed"][0]
     assert {value.dtype for value in (*weights.values(), *state.values())} == {F32}
     expected = whole["paper", F32][2]
     assert losses[:5] == pytest.approx(expected[:5], rel=0.02)  # then the roundings of bfloat16 go their own way
     assert losses[:5] != pytest.approx(expected[:5], rel=1e-5)
 
 
-def test_replicas_round_stochastically_to_the_same_bits(details):
-    first, *others = details["stochastic"]
+def test_replicas_round_stochastically_to_the_same_bits(said):
+    first, *others = said["stochastic"]
     assert not any(differing(other[i], first[i]) for other in others for i in (0, 1))
-    assert first[2][-1] < 0.7 * first[2][0]
+    assert first[2][-1] < 0.8 * first[2][0]
 
 
-def test_a_switch_maps_each_process_its_part(details):
+def test_a_switch_maps_each_process_its_part(said):
     moments, after = sharded.switched("whole")
-    for found in details["switched"]:
+    for found in said["switched"]:
         for pair in (*moments, *found[0]):
             torch.testing.assert_close(*pair, rtol=1e-12, atol=0)
         for mine, theirs in zip(found[1], after, strict=True):
@@ -227,6 +201,6 @@ def test_a_switch_maps_each_process_its_part(details):
         ("fsdp1", "FSDP1"),
     ],
 )
-def test_what_cannot_be_right_is_refused(details, case, message):
-    for said in details[case]:
-        assert re.search(message, said), said
+def test_what_cannot_be_right_is_refused(said, case, message):
+    for answer in said[case]:
+        assert re.search(message, answer), answer
