@@ -13,37 +13,25 @@ from symexplin.presets import IDENTITY
 from training import backward, network
 
 STEPS = 12
+# A scheduler for each way to drive an optimizer: by a function, others in turn or at once, a loss, momentum, defaults.
 CYCLE = {"base_lr": 1e-3, "max_lr": 1e-2, "step_size_up": 3, "cycle_momentum": True, "mode": "triangular2"}
 TORCH = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, [lambda t: 0.9**t, lambda t: 0.8**t]),
-    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda t: 0.95 if t % 2 else 0.5),
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 4),
-    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [3, 7]),
-    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.25, 5),
-    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.25, total_iters=5),
-    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o, 0.1, total_iters=4), lr_scheduler.CosineAnnealingLR(o, 8)], [4]
     ),
-    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 10, 2.0),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS),
     "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
         [lr_scheduler.ConstantLR(o, 0.1, 3), lr_scheduler.ExponentialLR(o, 0.9)], o
     ),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=1),
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, **CYCLE),
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 4),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, [0.02, 0.01], STEPS),
     "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, swa_lr=1e-3, anneal_epochs=5),
 }
 TRANSFORMERS = {
-    **dict.fromkeys(("linear", "cosine", "cosine_with_restarts", "constant", "constant_with_warmup", "inverse_sqrt")),
-    "cosine_with_min_lr": {"min_lr": 1e-4},
-    "cosine_warmup_with_min_lr": {"min_lr": 1e-4},
-    "warmup_stable_decay": {"num_decay_steps": 4},
-    "polynomial": {"power": 2.0},
+    "cosine": None,
+    "polynomial": {"power": 2.0},  # reads the optimizer's default
     "greedy": {"patience": 1, "min_lr": 1e-4},
-    "reduce_lr_on_plateau": {"patience": 1},
 }
 
 
@@ -91,7 +79,7 @@ def test_a_scheduler_drives_it_as_it_drives_adamw(name):
         part.load_state_dict(state)
     used += run(model, optimizer, scheduler, STEPS - STEPS // 2, start=STEPS // 2)
     assert used == run(reference, adamw, other, STEPS)
-    assert len({str(rates) for rates in used}) > 1 or name == "constant"
+    assert len({str(rates) for rates in used}) > 1
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-11, atol=1e-12)
 
