@@ -39,8 +39,14 @@ def product(reference, grads):
     return lambda _: sum((g * reference.effective(p)).sum() for g, p in zip(grads, parts, strict=True))
 
 
-@pytest.mark.parametrize("name", MAPS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float64) for name in MAPS),
+        *((name, torch.float32) for name in ("default", "paper", "absorbed")),
+        *((name, torch.bfloat16) for name in ("default", "paper+offset", "frozen")),
+    ],
+)
 @pytest.mark.usefixtures("path")
 def test_forty_steps_are_those_of_adamw_on_raw_weights(name, dtype):
     """Clipping, decay, annealing, learned scales, biases and a norm's plain weights; weights change their signs."""
