@@ -10,13 +10,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import symexplin as sel
+from pairwise import every_pair
 from symexplin import kernels
 from training import PAPER, SELSGD, assert_same_bits, backward, batch, build, network, train
 
 DEFAULT = sel.SELConfig()
-ends = pytest.mark.parametrize("config", [DEFAULT, PAPER], ids=["default", "paper"])
-
-
 # What lies in memory in another order or negated, by the number of dimensions: gradients, parameters or their state.
 OTHERS = {
     "turned": {2: lambda t: t.t().contiguous().t()},
@@ -29,11 +27,10 @@ ORDERS = [("gradients", "expanded")]
 ORDERS += [(of, name) for of in ("gradients", "values", "state") for name in OTHERS if name != "expanded"]
 
 
-@pytest.mark.parametrize(("of", "name"), ORDERS)
-@pytest.mark.parametrize("kind", [sel.SELAdamW, SELSGD])
-@ends
-@pytest.mark.usefixtures("path")
-def test_gradients_parameters_and_state_in_any_memory(of, name, kind, config):
+@every_pair(order=ORDERS, kind=[sel.SELAdamW, SELSGD], choice=["auto", "readable"], config=[DEFAULT, PAPER])
+def test_gradients_parameters_and_state_in_any_memory(order, kind, choice, config):
+    of, name = order
+
     def reordered(tensor):
         return OTHERS[name].get(tensor.dim(), torch.clone)(tensor)
 
@@ -52,16 +49,20 @@ def test_gradients_parameters_and_state_in_any_memory(of, name, kind, config):
                 p.grad = reordered(grad) if changed and of == "gradients" else grad
             for values in optimizer.state.values() if changed and of == "state" else ():
                 values.update({key: reordered(value) for key, value in values.items()})
-            optimizer.step()
+            with kernels.using(choice):
+                optimizer.step()
         ends.append((model, optimizer.state_dict()["state"]))
-    (one, state), (other, found) = ends
+    (one, state), (other, of_other) = ends
     is_last = other[2].weight.is_contiguous(memory_format=torch.channels_last)
     assert is_last == ((of, name) == ("values", "channels last"))
+    room = 1e-6 if kind is sel.SELAdamW else 1e-3
     for p, q in zip(one.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(q, p, rtol=1e-5, atol=1e-6 if kind is sel.SELAdamW else 1e-3)
+        torch.testing.assert_close(q, p, rtol=1e-5, atol=room)
     for key, values in state.items():
         for entry, value in values.items():
-            torch.testing.assert_close(found[key][entry], value, rtol=1e-5, atol=1e-6 if kind is sel.SELAdamW else 1e-3)
+            torch.testing.assert_close(
+                of_other[key][entry], value, rtol=1e-5, atol=1e-6 if kind is sel.SELAdamW else 1e-3
+            )
 
 
 def move_weight(weight):
@@ -80,9 +81,7 @@ def halve(weight):
 CHANGES = [move_weight, turn_weight, halve]
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@ends
+@every_pair(change=CHANGES, dtype=[torch.float32, torch.bfloat16], config=[DEFAULT, PAPER])
 @pytest.mark.usefixtures("path")
 def test_what_moves_between_steps_is_found_again(change, dtype, config):
     """Also a gradient of another dtype than its parameter's; test_batches changes the state."""
@@ -171,10 +170,10 @@ def test_parameters_of_three_dtypes_in_one_model(kind):
     before = copy.deepcopy(model)
     for _ in range(3):
         optimizer.zero_grad()
-        found = batch(0, torch.float64)[:, :4]
+        x = batch(0, torch.float64)[:, :4]
         for layer in model:
-            found = layer(found.to(layer.weight.dtype))
-        found.square().sum().backward()
+            x = layer(x.to(layer.weight.dtype))
+        x.square().sum().backward()
         optimizer.step()
     kept = [{v.dtype for v in optimizer.state[layer.bias].values()} for layer in model]
     assert [torch.float64 in dtypes for dtypes in kept] == [True, False, False]

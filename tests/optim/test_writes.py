@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import symexplin as sel
+from pairwise import every_pair
 from symexplin import transform
 from training import assert_same_bits, build
 
@@ -75,12 +76,10 @@ def check_adopted(curved, weight, raw, changed):
     assert torch.equal(curved.raw[~changed], raw[~changed])
 
 
-@stored
-@dtypes
-@pytest.mark.parametrize("how", [*WRITES, *UNSEEN])
-def test_writes_are_adopted_and_only_what_differs_is_inverted(how, dtype, config):
+@every_pair(how=[*WRITES, *UNSEEN], name=STORED, dtype=[torch.float32, torch.bfloat16])
+def test_writes_are_adopted_and_only_what_differs_is_inverted(how, name, dtype):
     """Those through `.data` when the optimizer is told."""
-    model, optimizer = setup(config, dtype)
+    model, optimizer = setup(STORED[name], dtype)
     weight, raw = model[0].weight, optimizer.state[model[0].weight]["raw"].clone()
     old = weight.detach().clone()
     if how in WRITES:
@@ -168,8 +167,7 @@ def test_a_state_that_is_loaded_alone_adopts_the_weights_of_the_model(config):
     for _ in range(5):
         step(model, optimizer, lr=3e-3)
     optimizer.load_state_dict(saved)
-    found = known(model, optimizer).effective()
-    torch.testing.assert_close(found, model[0].weight.detach(), rtol=2e-6, atol=1e-8)
+    torch.testing.assert_close(known(model, optimizer).effective(), model[0].weight.detach(), rtol=2e-6, atol=1e-8)
 
 
 def test_rounding_of_another_machine_is_no_write():
