@@ -1,7 +1,5 @@
 """Rules of one's own: SGD over any map, what a rule gets, and that nothing takes a rule's place."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -15,7 +13,6 @@ from training import (
     SELSGD,
     assert_same_bits,
     backward,
-    batch,
     build,
     network,
     run_beside_reference,
@@ -54,11 +51,11 @@ def test_a_rule_gets_every_leaf_by_name_kind_count_and_shape():
         optimizer.zero_grad()
         model(torch.ones(2, 4)).square().sum().backward()
         optimizer.step()
-    found = {name: rest for name, *rest in seen}
-    assert found["0.weight"] == ["raw", 2.0, (3, 4)]
-    assert found["0.weight delta_A"] == ["scale", 2.0, (3, 2)]
-    assert found["0.bias e_row"] == ["scale", 2.0, (3,)]
-    assert found["1.bias"] == ["plain", 2.0, (3,)]
+    leaves = {name: rest for name, *rest in seen}
+    assert leaves["0.weight"] == ["raw", 2.0, (3, 4)]
+    assert leaves["0.weight delta_A"] == ["scale", 2.0, (3, 2)]
+    assert leaves["0.bias e_row"] == ["scale", 2.0, (3,)]
+    assert leaves["1.bias"] == ["plain", 2.0, (3,)]
     keys = {key for key in optimizer.state[model[0].bias] if key.startswith("e_row")}
     assert keys == {"e_row", "e_row_momentum_buffer"}
 
@@ -150,7 +147,7 @@ def step_of(kind, config, size, choice):
 
 
 @pytest.mark.parametrize("config", [sel.SELConfig(), PAPER], ids=["default", "paper"])
-@pytest.mark.parametrize("size", [16, 2048])
+@pytest.mark.parametrize("size", [16, 1024])
 def test_a_rule_gets_whole_tensors_unless_it_says_that_it_is_elementwise(config, size):
     model, optimizer = step_of(Normalized, config, size, "auto")
     assert optimizer.largest == max(size**2, 24 * size)
@@ -161,31 +158,10 @@ def test_a_rule_gets_whole_tensors_unless_it_says_that_it_is_elementwise(config,
     whole, of_whole = step_of(WholeSigned, config, size, "auto")
     assert of_whole.largest == step_of(UncutSigned, config, size, "auto")[1].largest == optimizer.largest
     has_kernels = kernels.kernels_for("cpu") is not None
-    assert (of_cut.largest < optimizer.largest) == (size == 2048 and has_kernels)
+    assert (of_cut.largest < optimizer.largest) == (size == 1024 and has_kernels)
     assert_same_bits(cut, whole)
     for p, q in zip(cut.parameters(), whole.parameters(), strict=True):
         assert of_cut.state[p]["signs"].equal(of_whole.state[q]["signs"])
-
-
-@pytest.mark.parametrize("config", [sel.SELConfig(), PAPER], ids=["default", "paper"])
-def test_a_gradient_scaler_skips_infinite_gradients_and_clipping_sees_unscaled_ones(config):
-    model = network()
-    optimizer = Signed(model, {"lr": 1e-3, "total_steps": 9, "max_grad_norm": 0.5}, config)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    norms = []
-    for step, spoils in enumerate((False, True, False)):
-        optimizer.zero_grad()
-        scaler.scale(model(batch(step)).square().mean()).backward()
-        before = copy.deepcopy(model)
-        if spoils:
-            model[0].weight.grad[0, 0] = float("inf")
-        scaler.step(optimizer)
-        scaler.update()
-        norms.append(float(optimizer.grad_norm))
-        if spoils:
-            assert_same_bits(model, before)
-    assert norms[0] == norms[1] < 10.0  # as without a scale; the second step was none
-    assert optimizer.state[model[0].weight]["step"] == 2
 
 
 def test_a_rule_put_in_the_place_of_an_objects_is_called():
