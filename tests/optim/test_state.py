@@ -175,22 +175,6 @@ def test_counts_may_be_saved_as_numbers_and_names_be_left_out():
     assert_same_bits(train(model, other, 2, start=2), twin)
 
 
-@pytest.mark.usefixtures("path")
-def test_one_parameters_count_may_be_edited():
-    """Reset a layer in the middle of a run, as for units that died: its corrections begin anew, all others go on."""
-    model, twin = network(), network()
-    optimizer = build(model, sel.SELConfig(), max_grad_norm=None, weight_decay=0.0)
-    train(model, optimizer, 4)
-    for value in optimizer.state[model[3].weight].values():
-        value.zero_()
-    twin.load_state_dict(model.state_dict())
-    fresh = build(twin, sel.SELConfig(), max_grad_norm=None, weight_decay=0.0)
-    train(model, optimizer, 1, start=4)
-    train(twin, fresh, 1, start=4)
-    torch.testing.assert_close(model[3].weight, twin[3].weight, rtol=1e-6, atol=0)
-    assert not torch.allclose(model[0].weight, twin[0].weight, rtol=1e-4)
-
-
 class Wrapper(nn.Module):
     """A model under `module`, as in DistributedDataParallel."""
 
