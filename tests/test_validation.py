@@ -1,11 +1,9 @@
-"""Numbers of every kind that checks refuse, and where warnings point; test_config and test_checks have the messages."""
+"""Numbers of every kind that checks refuse; test_config and test_checks have the messages."""
 
 import math
 
 import pytest
-import torch
 
-import symexplin as sel
 from symexplin.validation import (
     check_finite,
     check_flag,
@@ -37,13 +35,3 @@ def test_numbers_come_back_in_their_type_and_anything_else_is_refused(check, rig
     for value in wrong:
         with pytest.raises(ValueError, match=r"^beta must be .*, got "):
             check("beta", value)
-
-
-@pytest.mark.parametrize("build", [sel.SELAdamW, sel.param_groups])
-def test_a_warning_points_at_the_users_line(build):
-    """Not into torch, whose constructor of optimizers stands between."""
-    model, config = torch.nn.Sequential(torch.nn.Linear(8, 8)), sel.SELConfig(e=sel.Scale("row", k=50, base_lr=None))
-    config = {"config": config} if build is sel.SELAdamW else sel.convert(model, config) and {}
-    with pytest.warns(UserWarning, match="scale e learns at") as caught:
-        build(model, lr=3e-3, **config)
-    assert caught[0].filename == __file__
