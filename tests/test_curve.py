@@ -7,6 +7,7 @@ import torch
 
 import symexplin as sel
 from pairwise import every_pair
+from states import STATES
 from symexplin.config import MODES, PATTERNS
 from symexplin.curve import Curved, Map
 
@@ -50,13 +51,13 @@ def curved_of(axes, config):
 def expand(axes, shape, tensors, stem):
     """Return the tensors of one scale at every index of the weight, in the order of `tensors`."""
     index = torch.meshgrid(*map(torch.arange, shape), indexing="ij")
-    stack, rows, columns = ([index[d] for d, found in enumerate(axes) if found == letter] for letter in "eoi")
-    found = {key.removeprefix(stem).lstrip("_"): value for key, value in tensors.items() if key.startswith(stem)}
-    if "A" in found:
-        a, b = found["A"], found["B"].movedim(len(stack), -1)  # the rank comes last
+    stack, rows, columns = ([index[d] for d, axis in enumerate(axes) if axis == letter] for letter in "eoi")
+    parts = {key.removeprefix(stem).lstrip("_"): value for key, value in tensors.items() if key.startswith(stem)}
+    if "A" in parts:
+        a, b = parts["A"], parts["B"].movedim(len(stack), -1)  # the rank comes last
         return [(a[(*stack, *rows)] * b[(*stack, *columns)]).sum(-1)]
     at = {"": stack, "row": [*stack, *rows], "column": [*stack, *columns], "full": index}
-    return [value[tuple(at[suffix])] for suffix, value in found.items()]
+    return [value[tuple(at[suffix])] for suffix, value in parts.items()]
 
 
 def reference(curved, raw, tensors):
@@ -118,8 +119,8 @@ def test_values_gradients_and_inverse_are_those_of_the_papers_formulas(axes, mod
     assert list(by_tensor) == [tensor.name for tensor in curved.map.tensors]
     for tensor in curved.map.tensors:  # scales of a pathway decay, logarithms do not
         assert tensor.decays == (tensor.role in ("e", "l", "s") and not tensor.name.startswith("log_"))
-    for name, found in by_tensor.items():
-        torch.testing.assert_close(found, tensors[name].grad, rtol=1e-11, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
+    for name, grad in by_tensor.items():
+        torch.testing.assert_close(grad, tensors[name].grad, rtol=1e-11, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
 
     fixed = Curved(Map(raw.shape, axes, config_of(mode, "fixed", way, normalize)), curved.raw, start(curved.map))
     at_start = curved._replace(tensors=start(curved.map)).effective()
@@ -132,21 +133,15 @@ def test_values_gradients_and_inverse_are_those_of_the_papers_formulas(axes, mod
     torch.testing.assert_close(masked, torch.where(w > 0.1, curved.raw, 9.0), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
-def test_a_product_of_low_rank_factors_is_exact_for_every_matmul_precision_and_under_autocast(precision):
-    """ "medium" multiplies matrices of this size in bfloat16 on CPUs that can, "high" in TF32 on GPUs."""
+def test_a_product_of_low_rank_factors_is_exact_for_every_matmul_precision_and_under_autocast():
+    """ "medium" multiplies matrices of this size in bfloat16 on CPUs that can."""
     spec = Map((64, 64), "oi", sel.SELConfig(7.5, delta=sel.Scale("lora", rank=64)))
     a, b, g = torch.randn(3, 64, 64, generator=torch.Generator().manual_seed(0)).unbind()
     curved = Curved(spec, torch.zeros(64, 64), {"delta_A": a, "delta_B": b})
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        with torch.autocast("cpu", torch.bfloat16):
-            found = [curved.effective(), *curved.pullback(g)[1].values()]
-    finally:
-        torch.set_float32_matmul_precision(before)
+    with STATES["medium"](), torch.autocast("cpu", torch.bfloat16):
+        products = [curved.effective(), *curved.pullback(g)[1].values()]
     expected = (a.double() @ b.double(), g.double() @ b.double().T, a.double().T @ g.double())
-    torch.testing.assert_close(found, [value.float() for value in expected], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(products, [value.float() for value in expected], rtol=1e-6, atol=1e-6)
 
 
 # ---- first values ----
