@@ -1,4 +1,4 @@
-"""Map and Curved: the tensors of every pattern, and values, gradients and inverses against autograd of the formulas."""
+"""Map and Curved: the tensors of every pattern; values, gradients and inverses against the map of single elements."""
 
 import math
 
@@ -45,7 +45,7 @@ def curved_of(axes, config):
     return Curved(spec, 0.3 * torch.randn(spec.shape, generator=generator, dtype=torch.float64), tensors)
 
 
-# ---- the reference: element by element, with the paper's exponentials ----
+# ---- the reference: scales of every element, and the map of single elements, which test_transform has ----
 
 
 def expand(axes, shape, tensors, stem):
@@ -61,7 +61,7 @@ def expand(axes, shape, tensors, stem):
 
 
 def reference(curved, raw, tensors):
-    """Return the effective weight by the paper's formulas, differentiable by `raw` and the `tensors`."""
+    """Return the effective weight of every element, differentiable by `raw` and the `tensors`."""
     axes, config = curved.map.axes, curved.map.config
 
     def scale(role):
@@ -78,22 +78,10 @@ def reference(curved, raw, tensors):
             return torch.exp(sum(values))
         return math.prod(values) if pattern == "row_col_mult" else sum(values)
 
-    e, l, n, s = map(scale, "elns")
+    scales = {role: scale(role) for role in ("e", "l", "n", "s", *(["delta"] if "i" in axes else []))}
     kappa = scale("m") * (1.0 if config.curvature == "absorbed" else 7.5)
-    d, size, sign = kappa if config.normalize else 7.5, raw.abs(), torch.sign(raw)
-    grow = (e / d) * (torch.exp(kappa * size - n) - torch.exp(-n))
-    linear = (l / d) * size
-    damped = (torch.exp(7.5 * size - n) - torch.exp(-n)) / (7.5 * torch.exp(size))
-    value = {
-        "mismatch": sign * grow + linear,
-        "congruent": sign * (grow + linear),
-        "oppose": sign * (grow - linear),
-        "exp_only": sign * grow,
-        "damped": sign * (damped + size * (1.0 - torch.exp(-n * torch.exp(size)))),
-        "sinh": (torch.exp(kappa * raw) - torch.exp(-kappa * raw)) / (2.0 * d),
-        "linear": l * raw,
-    }[config.mode]
-    return s * value + (scale("delta") if "i" in axes else 0.0)
+    way = {"curvature": "absorbed", "beta_tilde": kappa, "normalize": config.normalize}
+    return sel.functional.effective(raw, beta=7.5, mode=config.mode, **way, **scales)
 
 
 def reads(mode, way, normalize, **_):
@@ -102,7 +90,7 @@ def reads(mode, way, normalize, **_):
 
 
 @every_pair(reads, axes=SHAPES, mode=MODES, pattern=PATTERNS, way=WAYS, normalize=[False, True])
-def test_values_gradients_and_inverse_are_those_of_the_papers_formulas(axes, mode, pattern, way, normalize):
+def test_values_gradients_and_inverse_are_those_of_single_elements(axes, mode, pattern, way, normalize):
     curved = curved_of(axes, config_of(mode, pattern, way, normalize))
     raw = curved.raw.clone().requires_grad_()
     tensors = {name: value.clone().requires_grad_() for name, value in curved.tensors.items()}
