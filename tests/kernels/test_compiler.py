@@ -33,7 +33,6 @@ def made(tmp_path_factory):
     good = builds.library("gcc" if shutil.which("gcc") else "clang", "").read_bytes()
     (folder / "good").write_bytes(good)
     (folder / "empty").touch()
-    (folder / "rubbish").write_bytes(b"rubbish")
     (folder / "cut").write_bytes(good[: len(good) // 2])
     (folder / "header").write_bytes(good[:40])
     (folder / "other").write_bytes(good[:18] + bytes([good[18] ^ 0x7F]) + good[19:])  # of another processor
@@ -58,11 +57,11 @@ class Place:
         fake_compiler(self.script, probe or f"/bin/cat {self.made / 'macros'}", build or self.write("good"))
 
     def steps(self, **arguments):
-        found = first_steps(environment=self.environment, **arguments)
-        assert found["difference"] < 1e-6
+        steps = first_steps(environment=self.environment, **arguments)
+        assert steps["difference"] < 1e-6
         assert not list(self.temporary.iterdir())
         assert not list(self.cache.glob("symexplin-*"))  # nothing is left of a draft
-        return found
+        return steps
 
 
 @pytest.fixture
@@ -70,25 +69,22 @@ def place(tmp_path, made):
     return Place(tmp_path, made)
 
 
-def assert_compiled(found):
-    assert found["name"].startswith("compiled C")
-    assert found["warnings"] == []
+def assert_compiled(steps):
+    assert steps["name"].startswith("compiled C")
+    assert steps["warnings"] == []
 
 
-def assert_plain(found, reason):
-    assert found["name"] == "PyTorch's operations"
-    (warning,) = found["warnings"]
+def assert_plain(steps, reason):
+    assert steps["name"] == "PyTorch's operations"
+    (warning,) = steps["warnings"]
     assert reason in warning
     assert "Install a C compiler" in warning
 
 
-LATIN = "printf 'd\\351j\\340' >&2; exit 1"
 ENDINGS = {  # of the processes that run the compiler: what to do instead of its work, and what the warning says
-    "fails": ("echo no >&2; exit 1", "no"),
-    "fails in Latin-1": (LATIN, "d\ufffdj\ufffd"),
+    "fails in Latin-1": ("printf 'd\\351j\\340' >&2; exit 1", "d\ufffdj\ufffd"),
     "writes nothing": ("exit 0", "No such file"),
     "is killed": ("kill -9 $$", "SIGKILL"),
-    "takes long": ("exec /bin/sleep 9", "timed out"),
     "is stopped": ("kill -STOP $$", "timed out"),
 }
 
@@ -112,7 +108,6 @@ def test_a_compiler_that_writes_no_library(place, ending):
 
 OUTPUTS = {
     "empty": "file too short",
-    "rubbish": "",
     "cut": "cut short",
     "header": "cut short",
     "other": "",
@@ -130,11 +125,11 @@ def test_a_compiler_that_writes_something_else(place, output):
     assert_compiled(place.steps())
 
 
-DAMAGED = [(content, False) for content in ("empty", "rubbish", "cut", "header", "other", "zeros", "strange", "wrong")]
-NAMED_BY_ITS_CONTENT = [(content, True) for content in ("empty", "rubbish", "other", "strange", "wrong")]
+# Whatever the content, its digest is not that in the name; the same under the name of the content is loaded.
+DAMAGED = [("zeros", False), ("cut", False), *((content, True) for content in ("empty", "other", "strange", "wrong"))]
 
 
-@pytest.mark.parametrize(("content", "is_named"), DAMAGED + NAMED_BY_ITS_CONTENT)
+@pytest.mark.parametrize(("content", "is_named"), DAMAGED)
 def test_a_library_in_the_cache_that_is_not_right_is_compiled_again(place, content, is_named):
     place.compiler()
     assert_compiled(place.steps())
@@ -186,12 +181,12 @@ def test_a_full_disk(place, full):
     assert bool(list(place.cache.glob("*.so"))) == (full == "tmp")
 
 
-@pytest.mark.parametrize("kind", [TimeoutError, KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
 def test_what_a_signal_handler_raises_passes_and_the_next_step_works(place, kind):
     place.compiler(build=f"/bin/sleep 1; {place.write('good')}")
-    found = place.steps(interrupt=kind)
-    assert found["raised"] == "from the handler after less than a second"
-    assert_compiled(found)
+    steps = place.steps(interrupt=kind)
+    assert steps["raised"] == "from the handler after less than a second"
+    assert_compiled(steps)
 
 
 def test_a_process_that_is_stopped_while_it_compiles_holds_up_no_other(place):
@@ -201,16 +196,15 @@ def test_a_process_that_is_stopped_while_it_compiles_holds_up_no_other(place):
     while not begun.exists():
         time.sleep(0.02)
     os.kill(other.pid, signal.SIGSTOP)
-    found = first_steps(environment=place.environment)
+    steps = first_steps(environment=place.environment)
     other.kill()
     other.join()
-    assert_compiled(found)
+    assert_compiled(steps)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-def test_the_default_dtype_does_not_matter(place, dtype):
+def test_the_default_dtype_does_not_matter(place):
     place.compiler()
-    assert_compiled(place.steps(state=dtype))
+    assert_compiled(place.steps(state="bfloat16"))
 
 
 @pytest.mark.skipif(
