@@ -89,7 +89,7 @@ def test_structured_scales_in_blocks_of_any_size(mode, variant, dtype, monkeypat
 
 @every_pair(
     opposed=[("mismatch", 1), ("mismatch", -1), ("congruent", -1), ("oppose", 1)],
-    beta=BETAS,
+    beta=BETAS[::2],
     normalize=[False, True],
     dtype=DTYPES,
 )
