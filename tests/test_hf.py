@@ -101,8 +101,8 @@ def test_the_trainer_takes_the_very_steps_of_a_plain_loop(tmp_path, accumulation
         assert record["grad_norm"] == pytest.approx(norm, rel=1e-6)
         assert norm > 0.5  # it was clipped
         assert {name: record[f"sel/{name}"] for name in figures} == pytest.approx(figures)
-    for (name, found), right in zip(run.model.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-8, msg=name)
+    for (name, ours), right in zip(run.model.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-6, atol=1e-8, msg=name)
     assert settings_of(run, "total_steps") == {(6,)}
     assert decays(run) == {name: 0.0 if name in undecayed else 0.1 for name, _ in model.named_parameters()}
 
@@ -123,16 +123,7 @@ def test_the_number_of_steps_and_the_clipping_norm_are_each_runs_own(tmp_path):
         trainer(arguments(tmp_path), config=sel.preset("paper", beta=9)).train(resume_from_checkpoint=saved)
 
 
-def test_a_model_made_by_the_trainer_and_arguments_changed_until_training_starts(tmp_path):
-    run = trainer(arguments(tmp_path, max_steps=1), model_init=lambda: tiny())
-    run.args.learning_rate = 1e-3  # as a search over hyperparameters does
-    run.train()
-    assert settings_of(run, "initial_lr") == {(1e-3,)}
-    owned = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
-    assert owned == {id(p) for p in run.model.parameters()}
-
-
-def test_other_optimizers_and_rates_by_name_pattern(tmp_path):
+def test_other_optimizers_and_decay_by_name_pattern(tmp_path):
     args = arguments(tmp_path, max_steps=2)
     setup = sel.hf.setup(args, CONFIG, optimizer=SELSGD, no_decay=["*.weight"], momentum=0.9)
     run = trainer(args, setup=setup)
@@ -140,13 +131,6 @@ def test_other_optimizers_and_rates_by_name_pattern(tmp_path):
     assert type(run.optimizer.optimizer) is SELSGD
     assert settings_of(run, "momentum", "betas") == {(0.9, (0.8, 0.999))}
     assert all((decay == 0.0) == name.endswith(".weight") for name, decay in decays(run).items())
-    args = arguments(tmp_path, warmup_steps=0, lr_scheduler_type="constant", max_steps=2)
-    rates = {"lr": {"*.mlp.*": 1e-3, "*": 2e-3}, "weight_decay": {"*.mlp.*": 0.2, "*": 0.1}}
-    run = trainer(args, setup=sel.hf.setup(args, CONFIG, **rates))
-    run.train()
-    lr = {name: group["lr"] for group in run.optimizer.param_groups for name in group["param_names"]}
-    assert lr == {name: 1e-3 if "mlp" in name else 2e-3 for name in lr}
-    assert settings_of(run, "lr", "weight_decay") == {(1e-3, 0.2), (2e-3, 0.1), (2e-3, 0.0)}  # no biases and norms
 
 
 def test_what_is_printed_and_logged(tmp_path, caplog, capsys):
@@ -159,8 +143,8 @@ def test_what_is_printed_and_logged(tmp_path, caplog, capsys):
     assert "map: exp_only, beta 0.9375; width 16\n" in capsys.readouterr().out
     (table,) = [record.getMessage() for record in caplog.records if record.name == "symexplin.hf"]
     assert str(sel.routing(tiny(), lr=3e-3, weight_decay=0.1, no_decay=["*bias", "*norm*"])) in table
-    found = ["sel/slope/mean" in record for record in run.state.log_history]
-    assert found == [True, True, False]  # the last is a summary
+    has_figures = ["sel/slope/mean" in record for record in run.state.log_history]
+    assert has_figures == [True, True, False]  # the last is a summary
 
 
 def test_betas_and_eps_are_the_optimizers_own_unless_given(tmp_path):
@@ -208,10 +192,10 @@ _RUN = """if True:
 
     class Kill(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 13 and sys.argv[4] == "kill":
+            if state.global_step == 5 and sys.argv[4] == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    args = arguments(sys.argv[2], max_steps=20, save_strategy="steps", save_steps=5, dataloader_drop_last=True,
+    args = arguments(sys.argv[2], max_steps=8, save_strategy="steps", save_steps=2, dataloader_drop_last=True,
                      train_sampling_strategy="random", max_grad_norm=1.0)
     half = sys.argv[3] == "bfloat16"  # the default map, with a master copy
     run = trainer(args, tiny(getattr(torch, sys.argv[3])), config=None if half else CONFIG, callbacks=[Kill()])
@@ -225,7 +209,7 @@ _DTYPES = ["float32", "bfloat16"]
 
 @pytest.fixture(scope="module")
 def killed_runs(tmp_path_factory):
-    """Of each dtype 20 steps, whole, and killed after 13 and resumed from 10 in another process."""
+    """Of each dtype 8 steps, whole, and killed after 5 and resumed from 4 in another process."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "run.py").write_text(_RUN)
     how = (("whole", "whole"), ("killed", "kill"), ("killed", "resume"))
@@ -241,10 +225,10 @@ def test_killed_and_resumed_it_is_the_uninterrupted_run(killed_runs, dtype):
     """Losses, weights and state to the bit."""
     folder = killed_runs / dtype
     whole, killed = (torch.load(folder / name / "end") for name in ("whole", "killed"))
-    assert len(whole["losses"]) == 20
+    assert len(whole["losses"]) == 8
     assert whole == killed
     assert whole["losses"][-1] < whole["losses"][0]
-    states = [torch.load(folder / n / "checkpoint-20" / "optimizer.pt", weights_only=True) for n in ("whole", "killed")]
+    states = [torch.load(folder / n / "checkpoint-8" / "optimizer.pt", weights_only=True) for n in ("whole", "killed")]
     for key, expected in states[0]["state"].items():
         found = states[1]["state"][key]
         assert found.keys() == expected.keys()
@@ -306,9 +290,9 @@ def weights(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def assert_same_bits(found, expected):
+def assert_same_bits(actual, expected):
     for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+        assert torch.equal(actual[name], value), name
 
 
 def baseline(args):
@@ -341,32 +325,38 @@ def test_the_users_arguments_stay_as_they_are_and_every_saved_file_names_their_n
     assert state_of(args) == before
 
 
-def test_what_is_passed_to_setup_is_copied(tmp_path):
+def test_rates_by_name_pattern_and_what_is_passed_to_setup_is_copied(tmp_path):
     """Changed between setup and training, it does not count; used again, it is as before."""
     args = arguments(tmp_path, max_steps=1, lr_scheduler_type="constant", warmup_steps=0)
-    callbacks, no_decay, lr = [Seen()], ["*bias"], {"*.mlp.*": 1e-3, "*": 2e-3}
-    setup = sel.hf.setup(args, CONFIG, callbacks=callbacks, no_decay=no_decay, lr=lr)
-    callbacks.clear()
-    no_decay.clear()
-    lr.clear()
+    callbacks, no_decay = [Seen()], ["*bias"]
+    lr, weight_decay = {"*.mlp.*": 1e-3, "*": 2e-3}, {"*.mlp.*": 0.2, "*": 0.1}
+    setup = sel.hf.setup(args, CONFIG, callbacks=callbacks, no_decay=no_decay, lr=lr, weight_decay=weight_decay)
+    for given in (callbacks, no_decay, lr, weight_decay):
+        given.clear()
     args.weight_decay = 0.3
     for _ in range(2):
         run = trainer(args, setup=setup)
         run.train()
         assert {decay for name, decay in decays(run).items() if name.endswith("bias")} == {0.0}
-        assert settings_of(run, "lr", "weight_decay") == {(1e-3, 0.1), (2e-3, 0.1), (2e-3, 0.0)}
+        rates = {name: group["lr"] for group in run.optimizer.param_groups for name in group["param_names"]}
+        assert rates == {name: 1e-3 if "mlp" in name else 2e-3 for name in rates}
+        assert settings_of(run, "lr", "weight_decay") == {(1e-3, 0.2), (2e-3, 0.1), (2e-3, 0.0)}
         assert any(isinstance(callback, Seen) for callback in run.callback_handler.callbacks)
 
 
-def test_clipping_can_be_changed_and_switched_off_between_runs(tmp_path):
+def test_the_rate_can_be_changed_until_training_starts_and_clipping_between_runs(tmp_path):
     for more in ({}, {"model_init": lambda: tiny()}):  # the optimizer is kept; made anew, as a search does
         run = trainer(arguments(tmp_path, max_steps=1), **more)
+        run.args.learning_rate = 1e-3
         for norm, expected in ((2.0, 2.0), (0.0, None), (0.25, 0.25)):
             run.args.max_grad_norm = norm
             run.train()
             assert settings_of(run, "max_grad_norm") == {(expected,)}
             assert run.optimizer.optimizer.defaults["max_grad_norm"] == expected
             assert (run.args.max_grad_norm, type(run.args.max_grad_norm)) == (norm, float)
+            assert settings_of(run, "initial_lr") == {(1e-3,)}
+            owned = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
+            assert owned == {id(p) for p in run.model.parameters()}
 
 
 # ---- reporters, which the Trainer puts before the callbacks that it is given ----
@@ -396,20 +386,20 @@ def test_reporters_get_what_the_console_prints(tmp_path, monkeypatch):
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
     for name in ("grad_norm", *figures):
-        found = [(event.step, event.value) for event in events.Scalars(f"train/{name}")]
-        assert found == [(i + 1, pytest.approx(printed[i][name])) for i in range(3)]
+        written = [(event.step, event.value) for event in events.Scalars(f"train/{name}")]
+        assert written == [(i + 1, pytest.approx(printed[i][name])) for i in range(3)]
 
 
 def test_it_trains_alike_under_another_default_dtype(tmp_path):
     """As transformers sets it while it loads a model, and some scripts for good."""
-    found = []
+    ends = []
     for state in (contextlib.nullcontext, STATES["bfloat16"], STATES["float64"]):
         model = tiny()
         with state():
             run = trainer(arguments(tmp_path, max_steps=3), model)
             run.train()
         records = [{k: r[k] for k in r if k == "grad_norm" or k[:4] == "sel/"} for r in run.state.log_history[:3]]
-        found.append((records, weights(model)))
-    for records, end in found[1:]:
-        assert records == found[0][0]
-        assert_same_bits(end, found[0][1])
+        ends.append((records, weights(model)))
+    for records, end in ends[1:]:
+        assert records == ends[0][0]
+        assert_same_bits(end, ends[0][1])
