@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import symexplin as sel
+from pairwise import every_pair
 from scripts import load
 from symexplin.presets import IDENTITY
 from training import PAPER, assert_same_bits, backward, build, network, train
@@ -27,10 +28,12 @@ def gradients(parameters, step):
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
 
 
-@pytest.mark.parametrize("settings", [{}, {"nesterov": False}, {"momentum": 0.9, "ns_steps": 4}])
-@pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_identity_map_is_torchs_muon_for_matrices_and_adamw_for_the_rest(adjust, settings, dtype):
+@every_pair(
+    settings=[{}, {"nesterov": False}, {"momentum": 0.9, "ns_steps": 4}],
+    adjust=["match_rms_adamw", "original"],
+    dtype=[torch.float32, torch.float64],
+)
+def test_the_identity_map_is_torchs_muon_for_matrices_and_adamw_for_the_rest(settings, adjust, dtype):
     torch.manual_seed(0)
     ours = nn.Sequential(*(nn.Linear(*sides) for sides in [(24, 8), (8, 24), (16, 16)]), nn.LayerNorm(16)).to(dtype)
     theirs = copy.deepcopy(ours)
@@ -93,8 +96,8 @@ def test_each_matrix_gets_its_own_polar_factor(shape, config, monkeypatch):
     for old, new, grad in zip(matrices(raw), matrices(after), matrices(grads), strict=True):
         u, _, v = torch.linalg.svd(grad, full_matrices=False)
         wanted = u @ v * 0.2 * max(grad.shape) ** 0.5
-        found = (old * (1 - 1e-3) - new) / 1e-2
-        assert float(torch.linalg.norm(found - wanted) / torch.linalg.norm(wanted)) < 0.03
+        moved = (old * (1 - 1e-3) - new) / 1e-2
+        assert float(torch.linalg.norm(moved - wanted) / torch.linalg.norm(wanted)) < 0.03
 
 
 def test_scales_and_biases_take_adamws_step():
