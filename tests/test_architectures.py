@@ -81,7 +81,12 @@ def test_the_routing_is_right_and_says_why(name):
     assert lines[-2].startswith(f"curved: {count} of {len(table)} tensors")
 
 
-@pytest.mark.parametrize("name", CASES)
+# A type of layer each.
+TRAINED = ["GPT2LMHeadModel", "BertForSequenceClassification", "ViTForImageClassification"]
+TRAINED += ["ConvNextForImageClassification", "GptOssForCausalLM"]
+
+
+@pytest.mark.parametrize("name", TRAINED)
 def test_twenty_steps_train_and_the_saved_model_is_stock(name, tmp_path):
     model = build(name, CASES[name][0])
     generator = torch.Generator().manual_seed(1)
@@ -163,16 +168,34 @@ def test_every_head_and_router_is_found_and_nothing_else(name):
     left = {n for n, m in modules.items() if isinstance(m, kinds) or type(m).__name__.endswith("ParallelExperts")}
     routes = [(route, route.name.rpartition(".")[0]) for route in sel.routing(model)]
     for reason, wanted in zip(("output head", "router of a mixture of experts"), patterns, strict=True):
-        found = {layer for route, layer in routes if route.reason == reason}
-        matched = {pattern: set(fnmatch.filter(found, pattern)) for pattern in wanted.split()}
+        plain = {layer for route, layer in routes if route.reason == reason}
+        matched = {pattern: set(fnmatch.filter(plain, pattern)) for pattern in wanted.split()}
         assert all(matched.values()), matched
-        assert found == set().union(*matched.values())
-        left -= found
+        assert plain == set().union(*matched.values())
+        left -= plain
     assert {layer for route, layer in routes if route.curved} == left
 
 
-def test_the_axes_of_experts():
-    """The gate_up_proj is square if the experts' width is half of the model's: another weight tells of both."""
-    model = build("Llama4ForCausalLM", {**EXPERTS, "intermediate_size": 8, "head_dim": 8}, "meta")
-    axes = {r.axes for r in sel.routing(model) if ".experts." in r.name and "proj" in r.name.split(".")[-1]}
-    assert axes == {"eio"}
+DEEPSEEK = {
+    **{**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    **{"first_k_dense_replace": 1, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
+}
+# The axes of the experts' weights. A square gate_up_proj does not tell them: another weight tells of both.
+STACKS = {
+    "Llama4ForCausalLM": ({**EXPERTS, "intermediate_size": 8, "head_dim": 8}, "eio"),
+    "GptOssForCausalLM": ({**EXPERTS, "head_dim": 8}, "eio"),
+    "Qwen3MoeForCausalLM": ({**EXPERTS, "decoder_sparse_step": 1}, "eoi"),
+    "DeepseekV3ForCausalLM": (DEEPSEEK, "eoi"),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_the_axes_of_experts(name):
+    """test_modules and test_batches train such stacks."""
+    settings, axes = STACKS[name]
+    routes = list(sel.routing(build(name, settings, "meta")))
+    stacks = [r for r in routes if ".experts." in r.name and r.parameter.dim() == 3]
+    assert {r.axes for r in stacks} == {axes}
+    biases = [r.axes for r in routes if ".experts." in r.name and "bias" in r.name]
+    assert biases == ["eo"] * len(biases)
+    assert {r.axes for r in routes if ".gate.weight" in r.name or ".router." in r.name} == {""}
