@@ -230,11 +230,11 @@ def test_killed_and_resumed_it_is_the_uninterrupted_run(killed_runs, dtype):
     assert whole["losses"][-1] < whole["losses"][0]
     states = [torch.load(folder / n / "checkpoint-8" / "optimizer.pt", weights_only=True) for n in ("whole", "killed")]
     for key, expected in states[0]["state"].items():
-        found = states[1]["state"][key]
-        assert found.keys() == expected.keys()
+        resumed = states[1]["state"][key]
+        assert resumed.keys() == expected.keys()
         assert ("master" in expected) == (dtype == "bfloat16")
         for name, value in expected.items():
-            assert torch.equal(value, found[name])
+            assert torch.equal(value, resumed[name])
             assert value.dtype == torch.float32
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder / "killed", output_loading_info=True, dtype=getattr(torch, dtype)
@@ -316,11 +316,11 @@ def test_the_users_arguments_stay_as_they_are_and_every_saved_file_names_their_n
     run.train()
     run.save_model(tmp_path / "whole")
     for saved in ("broken", "whole", "checkpoint-2", "checkpoint-6"):
-        found = torch.load(tmp_path / saved / "training_args.bin", weights_only=False)
-        assert found.to_dict() == args.to_dict()
-        assert (type(found), type(found.max_grad_norm)) == (type(args), float)
-    found = sel.hf.setup(found)  # trains on with the same norm
-    assert trainer(args, setup=found).create_optimizer().param_groups[0]["max_grad_norm"] == 0.01
+        saved_args = torch.load(tmp_path / saved / "training_args.bin", weights_only=False)
+        assert saved_args.to_dict() == args.to_dict()
+        assert (type(saved_args), type(saved_args.max_grad_norm)) == (type(args), float)
+    saved_args = sel.hf.setup(saved_args)  # trains on with the same norm
+    assert trainer(args, setup=saved_args).create_optimizer().param_groups[0]["max_grad_norm"] == 0.01
     assert settings_of(run, "max_grad_norm") == {(0.01,)}
     assert state_of(args) == before
 

@@ -51,7 +51,7 @@ def register(mode, inverse=False):
 @every_pair(mode=FORMULAS, normalize=[False, True], inverse=[False, True])
 def test_value_derivatives_and_inverse(mode, normalize, inverse):
     register(mode, inverse)
-    found = {}
+    ends = {}
     for name in ("mine", mode):
         arguments = {"mode": name, "beta": 2.5, "normalize": normalize}
         scales = {"e": 1.3, "l": 0.9, "m": 0.8, "n": 0.4, "s": -1.1}
@@ -60,8 +60,8 @@ def test_value_derivatives_and_inverse(mode, normalize, inverse):
         value = functional.effective(inputs[0], **arguments, **dict(zip(scales, inputs[1:], strict=True)))
         grads = torch.autograd.grad(value.sum(), inputs, allow_unused=True)
         used = [grad for role, grad in zip(("w", *scales), grads, strict=True) if role in ("w", "s", *MODES[mode])]
-        found[name] = value.detach(), used, functional.inverse(value.detach(), **arguments, **scales)
-    torch.testing.assert_close(found["mine"], found[mode], rtol=1e-9, atol=1e-15)
+        ends[name] = value.detach(), used, functional.inverse(value.detach(), **arguments, **scales)
+    torch.testing.assert_close(ends["mine"], ends[mode], rtol=1e-9, atol=1e-15)
 
 
 def network(dtype=torch.float64):
@@ -87,7 +87,7 @@ def train(model, optimizer, steps=4):
 def test_both_homes_train_save_and_fold(learned):
     register("exp_only")
     changes = {} if learned else {"e": sel.Scale(), "m": sel.Scale(), "delta": sel.Scale()}
-    found = {}
+    ends = {}
     for mode in ("mine", "exp_only"):
         this = config(mode, **changes)
         model = sel.init_(network(), this, generator=torch.Generator().manual_seed(1))
@@ -98,9 +98,9 @@ def test_both_homes_train_save_and_fold(learned):
         curved = sel.convert(network(), this)
         train(curved, torch.optim.AdamW(curved.parameters(), lr=1e-2))
         curved.load_state_dict(curved.state_dict())
-        found[mode] = train(model, optimizer), train(resumed, again), sel.fold(curved).state_dict()
-        torch.testing.assert_close(found[mode][1], found[mode][0], rtol=0, atol=0)
-    torch.testing.assert_close(found["mine"], found["exp_only"], rtol=1e-9, atol=1e-12)
+        ends[mode] = train(model, optimizer), train(resumed, again), sel.fold(curved).state_dict()
+        torch.testing.assert_close(ends[mode][1], ends[mode][0], rtol=0, atol=0)
+    torch.testing.assert_close(ends["mine"], ends["exp_only"], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.usual_state

@@ -63,8 +63,7 @@ def test_adapters_on_a_model_trained_in_curved_space_leave_it_alone():
     train(merged.requires_grad_(True), curved(merged))  # and on in curved space from the merged weights
 
 
-@pytest.mark.parametrize("merge", ["merge_and_unload", "merge_adapter"])
-@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize(("merge", "safe"), [("merge_and_unload", True), ("merge_adapter", False)])
 def test_merging_over_a_converted_model_is_refused_until_it_is_folded(merge, safe):
     model = adapted(sel.convert(base(), CONFIG), target_modules="all-linear")
     start = logits(model)
@@ -132,9 +131,9 @@ def test_factors_are_curved_and_what_else_peft_adds_is_plain(changes, plain, tmp
     assert losses[-1] < losses[0]
     assert all(bool((p != 0).any()) for name, p in model.named_parameters() if "lora_B" in name)  # it started at 0
     model.save_pretrained(tmp_path)
-    found = logits(peft.PeftModel.from_pretrained(base(), tmp_path))
-    assert torch.equal(found, logits(model))
-    torch.testing.assert_close(logits(model.merge_and_unload()), found)
+    loaded = logits(peft.PeftModel.from_pretrained(base(), tmp_path))
+    assert torch.equal(loaded, logits(model))
+    torch.testing.assert_close(logits(model.merge_and_unload()), loaded)
 
 
 def classifier(**changes):

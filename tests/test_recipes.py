@@ -140,14 +140,14 @@ def test_timms_rates_decay_and_schedule_are_those_of_its_adamw(timm, layer_decay
     names = recipe(TIMM, model=copy.deepcopy(model))
     adamw = timm.optim.create_optimizer_v2(model, "adamw", lr=2e-3, weight_decay=0.05, layer_decay=layer_decay)
     ours = names["sel_adamw"](model, 2e-3, 0.05, layer_decay, max_grad_norm=1.0)
-    found = []
+    rates = []
     for optimizer in (adamw, ours):
         scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer, num_epochs=10, warmup_epochs=0)
         scheduler.step(3)
-        found.append({id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]})
-    assert found[1].keys() == found[0].keys()
-    assert all(found[1][key] == pytest.approx(found[0][key], rel=1e-12) for key in found[0])
-    assert len({lr for lr, _ in found[0].values()}) == (1 if layer_decay == 1.0 else 4)
+        rates.append({id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]})
+    assert rates[1].keys() == rates[0].keys()
+    assert all(rates[1][key] == pytest.approx(rates[0][key], rel=1e-12) for key in rates[0])
+    assert len({lr for lr, _ in rates[0].values()}) == (1 if layer_decay == 1.0 else 4)
     images, losses = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0)), []
     for _ in range(30):
         loss = nn.functional.cross_entropy(model(images), torch.arange(8) % 3)

@@ -69,9 +69,9 @@ def test_forty_steps_are_those_of_adamw_on_raw_weights(name, dtype):
         assert float(optimizer.grad_norm) == pytest.approx(float(reference.norm), rel=TIGHT[dtype])
     assert bool((start[0].weight.sign() * model[0].weight.sign() < 0).any())
     for name, wanted in reference.weights().items():
-        found = model.get_parameter(name).detach().double()
+        ours = model.get_parameter(name).detach().double()
         rounding = wanted.abs() * 2.0**-8 if dtype == torch.bfloat16 else 0.0
-        assert bool(((found - wanted).abs() <= TIGHT[dtype] * wanted.abs().max() + rounding).all()), name
+        assert bool(((ours - wanted).abs() <= TIGHT[dtype] * wanted.abs().max() + rounding).all()), name
 
 
 TIGHT = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 1e-5}

@@ -232,15 +232,13 @@ def test_under_fake_tensors_it_is_built_for_a_model_with_values_and_does_not_tra
 
 
 @pytest.mark.usual_state  # a copy steps at the line of its wrapper
-@pytest.mark.parametrize("what", ["rate", "weight", "gradient", "nan"])
-@ends
-@pytest.mark.usefixtures("path")
-def test_divergence_is_told_once_by_name_at_the_line_that_steps(what, config):
+@every_pair(what=["rate", "weight", "gradient", "nan"], config=[DEFAULT, PAPER], choice=["auto", "readable"])
+def test_divergence_is_told_once_by_name_at_the_line_that_steps(what, config, choice):
     model = network()
     optimizer = build(model, config, lr=300.0 if what == "rate" else 1e-3, max_grad_norm=None)
     if what == "weight":
         model[3].weight.data[0, 0] = 3e22
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as told, kernels.using(choice):
         warnings.simplefilter("always")
         for step in range(60):
             optimizer.zero_grad()

@@ -151,8 +151,8 @@ def test_shards_have_the_bits_of_the_whole(said, name, dtype):
     """Of steps with the same gradients, on 2 and 4 shards by rows and on 2 x 2 blocks."""
     expected = sharded.given(name, dtype)
     for shards in ((2, False), (4, False), (4, True)):
-        for found, right in zip(said[*shards, name, dtype][0], expected, strict=True):
-            assert not differing(found, right), shards
+        for ours, right in zip(said[*shards, name, dtype][0], expected, strict=True):
+            assert not differing(ours, right), shards
 
 
 def test_a_step_takes_one_all_reduce(said):
@@ -186,10 +186,10 @@ def test_replicas_round_stochastically_to_the_same_bits(said):
 
 def test_a_switch_maps_each_process_its_part(said):
     moments, after = sharded.switched("whole")
-    for found in said["switched"]:
-        for pair in (*moments, *found[0]):
+    for switched in said["switched"]:
+        for pair in (*moments, *switched[0]):
             torch.testing.assert_close(*pair, rtol=1e-12, atol=0)
-        for mine, theirs in zip(found[1], after, strict=True):
+        for mine, theirs in zip(switched[1], after, strict=True):
             assert max(distances(mine, theirs).values()) < 1e-9
 
 

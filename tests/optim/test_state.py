@@ -43,10 +43,10 @@ def by_state_first(model, optimizer, make):
 def by_file(model, optimizer, make):
     torch.save((model.state_dict(), optimizer.state_dict()), file := io.BytesIO())
     file.seek(0)
-    found = make()
-    for part, state in zip(found, torch.load(file, weights_only=True), strict=True):
+    parts = make()
+    for part, state in zip(parts, torch.load(file, weights_only=True), strict=True):
         part.load_state_dict(state)
-    return found
+    return parts
 
 
 def by_checkpoint(model, optimizer, make):
