@@ -5,7 +5,6 @@ import copy
 import pytest
 import safetensors.torch
 import torch
-from torch import nn
 
 import symexplin as sel
 from pairwise import every_pair
@@ -15,6 +14,7 @@ from symexplin.config import MODES
 from symexplin.lab.inspect import inspect_file
 from symexplin.lab.maps import CurveConfig
 from symexplin.modes import DEFINITIONS
+from training import network, train
 
 W = torch.tensor([-2.0, -0.3, -1e-9, -0.0, 0.0, 1e-5, 0.2, 3.0], dtype=torch.float64)
 
@@ -64,23 +64,9 @@ def test_value_derivatives_and_inverse(mode, normalize, inverse):
     torch.testing.assert_close(ends["mine"], ends[mode], rtol=1e-9, atol=1e-15)
 
 
-def network(dtype=torch.float64):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6)).to(dtype)
-
-
 def config(mode, **changes):
     learned = {"e": sel.Scale("row_col_mult"), "m": sel.Scale("column"), "delta": sel.Scale("lora", rank=2)}
     return sel.SELConfig(**{"beta": 2.5, "mode": mode, **learned} | changes)
-
-
-def train(model, optimizer, steps=4):
-    for step in range(steps):
-        optimizer.zero_grad()
-        x = torch.full((3, 6), 0.1 * (step + 1), dtype=torch.float64)
-        (model(x) - x.flip(1)).square().sum().backward()
-        optimizer.step()
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("learned", [True, False])
@@ -90,15 +76,16 @@ def test_both_homes_train_save_and_fold(learned):
     ends = {}
     for mode in ("mine", "exp_only"):
         this = config(mode, **changes)
-        model = sel.init_(network(), this, generator=torch.Generator().manual_seed(1))
+        model = sel.init_(network(torch.float64), this, generator=torch.Generator().manual_seed(1))
         optimizer = sel.SELAdamW(model, lr=1e-2, config=this)
-        train(model, optimizer)
+        train(model, optimizer, 4)
         again = sel.SELAdamW(resumed := copy.deepcopy(model), lr=1e-2, config=this)
         again.load_state_dict(optimizer.state_dict())
-        curved = sel.convert(network(), this)
-        train(curved, torch.optim.AdamW(curved.parameters(), lr=1e-2))
+        curved = sel.convert(network(torch.float64), this)
+        train(curved, torch.optim.AdamW(curved.parameters(), lr=1e-2), 4)
         curved.load_state_dict(curved.state_dict())
-        ends[mode] = train(model, optimizer), train(resumed, again), sel.fold(curved).state_dict()
+        runs = train(model, optimizer, 4), train(resumed, again, 4), sel.fold(curved)
+        ends[mode] = [run.state_dict() for run in runs]
         torch.testing.assert_close(ends[mode][1], ends[mode][0], rtol=0, atol=0)
     torch.testing.assert_close(ends["mine"], ends["exp_only"], rtol=1e-9, atol=1e-12)
 
