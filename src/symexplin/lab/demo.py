@@ -47,7 +47,7 @@ class DemoConfig(Schema):
     depth: Count = 4
     heads: Count = 4
     context: Count = 128
-    steps: Count = 200
+    steps: Count = 120
     batch_size: Count = 16
 
     def __post_init__(self) -> None:

@@ -175,8 +175,8 @@ class CompareConfig(RunConfig):
         """Check every variant, and what depends on several tables."""
         super().__post_init__()
         for key, where in (("lr", "lrs"), ("seed", "seeds")):
-            if (found := getattr(self.train, key)) != getattr(TrainConfig, key):
-                raise ValueError(f"{key} must be left to {where} in a comparison, got {key} = {found!r}")
+            if (given := getattr(self.train, key)) != getattr(TrainConfig, key):
+                raise ValueError(f"{key} must be left to {where} in a comparison, got {key} = {given!r}")
         if dataclasses.replace(self.sel, anneal_steps=None) != CurveConfig():
             raise ValueError(
                 f"[sel] must be left to the variants in a comparison, but for {_SHARED}: use [variant.NAME]"

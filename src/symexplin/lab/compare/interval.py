@@ -20,8 +20,8 @@ BETTER, WORSE, NO_DIFFERENCE, TOO_FEW = "better", "worse", "no difference detect
 class Interval:
     """The 99% interval of the mean of one number per seed, such as a difference between two losses.
 
-    >>> found = Interval((-0.031, -0.029, -0.030))
-    >>> found.verdict, str(found)
+    >>> interval = Interval((-0.031, -0.029, -0.030))
+    >>> interval.verdict, str(interval)
     ('better', '-0.0300 (99%: -0.0357 to -0.0243)')
     """
 
