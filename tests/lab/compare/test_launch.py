@@ -20,8 +20,9 @@ ENDS = "import pathlib; print('train: step 1'); pathlib.Path('{}', 'result.json'
 FAILS = "import sys; print('one\\ntwo\\nthree'); sys.exit('four')"
 WAITS = "import time; print('train: begun', flush=True); time.sleep(60)"
 SAVES = (
-    "import pathlib, signal, time\n"
-    "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path('{}', 'saved').touch(), exit(1)))\n"
+    "import os, pathlib, signal, time\n"
+    "patience = os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT']\n"
+    "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path('{}', 'saved').write_text(patience), exit(1)))\n"
     "print('train: begun', flush=True)\n"
     "time.sleep(60)"
 )
@@ -244,5 +245,5 @@ def test_a_preempted_job_saves_its_run_and_executes_the_same_again(tmp_path):
             job()
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert (run.folder / "saved").exists()
+    assert (run.folder / "saved").read_text() == "300"
     assert vars(again[0].function) == {"_command": run.command, "_result": run.result, "_record": run.file(".json")}

@@ -33,6 +33,8 @@ _TICK = 0.2  # seconds between looks at signals and lines
 _GLANCE = 10.0  # seconds between questions to Slurm
 _GLANCES = 3  # after which a job that has ended without its result is taken for lost
 _RESTARTS = 1000  # at the end of a job's time
+# torchrun kills its processes so many seconds after SIGTERM, 30 by default: too few for a large checkpoint.
+_PATIENCE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}
 
 
 class Task(NamedTuple):
@@ -180,7 +182,7 @@ class _Process:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**threads, **os.environ, **chosen},
+                env={**_PATIENCE, **threads, **os.environ, **chosen},
                 start_new_session=True,  # a Ctrl-C reaches the comparison alone, which passes it on
                 preexec_fn=end_with_parent if os.name == "posix" else None,
             )
@@ -236,8 +238,12 @@ class SlurmJob:
     def __call__(self) -> None:
         """Execute the run to its end."""
         began = time.monotonic()
-        # Slurm sends submitit's signal to every process of the job.
-        process = subprocess.Popen(self._command, preexec_fn=lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN))
+        process = subprocess.Popen(
+            self._command,
+            env={**_PATIENCE, **os.environ},
+            # Slurm sends submitit's signal to every process of the job.
+            preexec_fn=lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN),
+        )
         self._number = process.pid
         status = process.wait()
         if self._result.exists():
