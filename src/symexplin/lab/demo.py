@@ -41,7 +41,7 @@ class DemoConfig(Schema):
 
     data: str = "stdlib"
     variants: tuple[str, ...] = (*GridConfig.variants, "paper")
-    lrs: tuple[Positive, ...] = GridConfig.lrs
+    lrs: tuple[Positive, ...] = (3e-3, 6e-3, 1.2e-2)
     seed: Whole = 0
     width: Count = 128
     depth: Count = 4
