@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from symexplin.config import BETA_AT_1024, SCALE_ROLES, Scale, SELConfig
+from symexplin.config import SCALE_ROLES, Scale, SELConfig
 from symexplin.validation import check_choice
 
 __all__ = ["IDENTITY", "PRESETS", "preset"]
@@ -16,7 +16,7 @@ _LEARNED = {
     "l": Scale("row_col_mult", k=(50.0, 8.0)),
     "m": Scale("row_col_mult", k=(0.01, 0.5)),
 }
-_FROZEN: dict[str, Any] = {"beta": BETA_AT_1024, "mode": "mismatch"}
+_FROZEN: dict[str, Any] = {"mode": "mismatch"}
 _PAPER: dict[str, Any] = {**_FROZEN, **_LEARNED}
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -35,8 +35,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 def preset(name: str, /, **overrides: Any) -> SELConfig:
     """Return the default map or one of the paper's, with `overrides` of :class:`SELConfig` fields.
 
-    "default" is `SELConfig()`. The others are the paper's at width 1024, with beta 7.5 at any width unless overridden;
-    beta="auto" follows the model's width:
+    "default" is `SELConfig()`. The others are the paper's. beta follows the model's width unless overridden: 7.5 at width
+    1024, as in the paper.
 
     - "paper": mismatch with learned row x column scales e, l and m
     - "paper+offset": the same with a learned offset n and a LoRA residual delta

@@ -55,16 +55,13 @@ class CurveConfig(Schema):
 
 
 def named_map(preset: str, changes: Mapping[str, Any]) -> sel.SELConfig:
-    """Return a preset with `changes`, and with beta by the model's width unless they say otherwise.
+    """Return a preset with `changes`; a mistake in them is told as one of the table `map`.
 
-    A mistake in them is told as one of the table `map`.
-
-    >>> config = named_map("paper", {"e": {"k": [10, 2]}})
-    >>> config.beta, config.e.k
-    ('auto', (10.0, 2.0))
+    >>> named_map("paper", {"beta": 5.0, "e": {"k": [10, 2]}}).e.k
+    (10.0, 2.0)
     """
     with naming("map"):
-        return sel.preset(preset, **{"beta": "auto", **changes})
+        return sel.preset(preset, **changes)
 
 
 def map_of(curve: CurveConfig, width: int) -> sel.SELConfig | None:
