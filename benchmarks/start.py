@@ -55,7 +55,7 @@ def main() -> None:
             for start in ("AdamW's", "paper's"):
                 model = Transformer(config, torch.Generator().manual_seed(0))
                 if start == "paper's":
-                    sel.init_(model, sel.preset("paper", beta="auto"), xavier=False)
+                    sel.init_(model, sel.preset("paper"), xavier=False)
                 first, second, *_ = torch.linalg.svdvals(model.blocks[0].attention.v.weight.detach()).tolist()
                 states = states_behind([*(block.attention_norm for block in model.blocks), model.norm], model, tokens)
                 along = float(states[-1].sum(-1).square().mean() / width)

@@ -59,7 +59,7 @@ def build_optimizer(model: torch.nn.Module, options: argparse.Namespace) -> torc
         matrices = [p for p in model.parameters() if p.ndim > 1]
         vectors = {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}
         return torch.optim.AdamW([{"params": matrices}, vectors], options.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    config = sel.preset("paper", beta="auto") if options.optimizer == "paper" else sel.SELConfig()
+    config = sel.preset("paper" if options.optimizer == "paper" else "default")
     if options.optimizer == "paper":
         sel.init_(model, config)
     decay = {"weight_decay": 0.1, "no_decay": ["*bias", "*ln_*"]}

@@ -5,12 +5,18 @@ from torch import nn
 
 import symexplin as sel
 
-__all__ = ["ELEMENTWISE", "EXP", "inputs", "moved", "network"]
+__all__ = ["ELEMENTWISE", "EXP", "inputs", "moved", "network", "strong"]
+
+
+def strong(name, **changes):
+    """Return a preset with the beta of width 1024, since small networks are nearly linear under that of their own."""
+    return sel.preset(name, **{"beta": 7.5, **changes})
+
 
 # The paper's scales as logarithms.
-EXP = sel.preset("paper", **{role: {"transform": "exp"} for role in "elm"})
+EXP = strong("paper", **{role: {"transform": "exp"} for role in "elm"})
 # A number per weight, as it is and as a logarithm, beside vectors and LoRA factors.
-ELEMENTWISE = sel.preset(
+ELEMENTWISE = strong(
     "paper+offset",
     e=sel.Scale("elementwise", k=(50.0, 8.0), transform="exp"),
     l=sel.Scale("elementwise", k=(50.0, 8.0)),

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import symexplin as sel
-from networks import ELEMENTWISE
+from networks import ELEMENTWISE, strong
 from scripts import load
 from symexplin.kernels import kernels_for
 from symexplin.optim.shard import local
@@ -24,7 +24,7 @@ from symexplin.optim.shard import local
 __all__ = ["RUNS", "resumed", "saved", "several", "trajectory"]
 
 ROWS = 24  # as many for each of 2, 3 or 4 processes
-PAPER, OFFSET = sel.preset("paper"), sel.preset("paper+offset")
+PAPER, OFFSET = strong("paper"), strong("paper+offset")
 SELMuon = load(Path(__file__).parents[1] / "examples" / "sel_muon.py").SELMuon  # a rule that needs whole tensors
 
 
@@ -78,8 +78,8 @@ RUNS = {
     "default": {"config": None, "lr": 1e-2},
     "paper": {"config": PAPER},
     "offset": {"config": OFFSET},
-    "absorbed": {"config": sel.preset("absorbed")},
-    "numbers": {"config": sel.preset("paper", l=sel.Scale("global", k=(50.0, 8.0)))},
+    "absorbed": {"config": strong("absorbed")},
+    "numbers": {"config": strong("paper", l=sel.Scale("global", k=(50.0, 8.0)))},
     "elementwise": {"config": ELEMENTWISE},
     "muon": {"config": OFFSET, "kind": SELMuon, "lr": 1e-3, "split": {"3.weight": (8, 4, 4)}},
     "layers": {"config": OFFSET, "model_of": layers_of, "lr": 1e-3},

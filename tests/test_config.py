@@ -27,7 +27,7 @@ def test_the_default_is_the_exponential_alone_with_fixed_scales():
 
 def test_presets_state_the_papers_numbers():
     config = preset("paper")
-    assert (config.beta, config.mode, config.curvature, config.normalize) == (7.5, "mismatch", "fixed", False)
+    assert (config.mode, config.curvature, config.normalize) == ("mismatch", "fixed", False)
     assert config.multipliers(3e-4) == {"e": (50.0, 8.0), "l": (50.0, 8.0), "m": (0.01, 0.5)}
     learned = {"frozen": "", "exp_only": "e m", "structured_linear": "l", "paper+offset": "e l m n delta"}
     assert {name: " ".join(preset(name).learned_roles) for name in learned} == learned
@@ -59,11 +59,17 @@ def test_below_width_1024_the_papers_geometry_is_rescaled():
         assert config.beta * math.sqrt(6 / (2 * width)) == pytest.approx(7.5 * math.sqrt(6 / 2048))
         assert config.l.start / config.beta == pytest.approx(1 / 7.5)
     assert SELConfig().resolve(2048).l.start == 1.0
-    assert SELConfig(mode="mismatch").resolve(1024) == preset("frozen").resolve(1024)
+
+
+def test_every_preset_follows_the_width():
+    for name in PRESETS:
+        assert [preset(name).resolve(width).beta for width in (64, 256, 1024)] == [1.875, 3.75, 7.5]
+    assert [preset("paper").resolve(width).l.first for width in (64, 1024, 4096)] == [0.25, 1.0, 1.0]
+    assert SELConfig(mode="mismatch") == preset("frozen")
 
 
 def test_given_numbers_stay():
-    config = preset("paper", l={"pattern": "row", "start": 2})
+    config = preset("paper", beta=7.5, l={"pattern": "row", "start": 2})
     assert config.resolve(128).resolve(4096) == config.resolve(128)
     assert (config.resolve(128).beta, config.resolve(128).l.first, config.resolve(128).n.first) == (7.5, 2.0, 0.0)
     assert [SELConfig(beta=beta).resolve(256).l.start for beta in (5, 1.875, 9)] == [5 / 7.5, 0.25, 1.0]

@@ -16,10 +16,11 @@ pytest.importorskip("accelerate")
 
 import forked  # noqa: E402
 import symexplin as sel  # noqa: E402
+from networks import strong  # noqa: E402
 from states import STATES  # noqa: E402
 from training import SELSGD  # noqa: E402
 
-CONFIG = sel.preset("paper")
+CONFIG = strong("paper")
 
 
 def tiny(dtype=torch.float32):
@@ -120,7 +121,7 @@ def test_the_number_of_steps_and_the_clipping_norm_are_each_runs_own(tmp_path):
     more.train()  # anneals from the beginning
     assert settings_of(more, "total_steps", "steps") == {(4, 4)}
     with pytest.raises(ValueError, match="state_dict is of another map: beta is "):
-        trainer(arguments(tmp_path), config=sel.preset("paper", beta=9)).train(resume_from_checkpoint=saved)
+        trainer(arguments(tmp_path), config=strong("paper", beta=9)).train(resume_from_checkpoint=saved)
 
 
 def test_other_optimizers_and_decay_by_name_pattern(tmp_path):

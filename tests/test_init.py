@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import symexplin as sel
+from networks import strong
 
-PAPER = sel.preset("paper")
+PAPER = strong("paper")
 
 
 def layers_of(width, bias=True, dtype=torch.float64):

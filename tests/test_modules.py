@@ -18,15 +18,15 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.utils import parametrize, prune
 
 import symexplin as sel
-from networks import ELEMENTWISE, EXP, moved, network
+from networks import ELEMENTWISE, EXP, moved, network, strong
 from networks import inputs as x
 from symexplin.modules import CurvedModule
 from symexplin.presets import PRESETS
 
 transformers = pytest.importorskip("transformers")
 
-PAPER, OFFSET = sel.preset("paper"), sel.preset("paper+offset")
-MAPS = {name: sel.preset(name) for name in PRESETS} | {"exp": EXP, "elementwise": ELEMENTWISE}
+PAPER, OFFSET = strong("paper"), strong("paper+offset")
+MAPS = {name: strong(name) for name in PRESETS} | {"default": sel.SELConfig(), "exp": EXP, "elementwise": ELEMENTWISE}
 
 
 def experts():
@@ -104,7 +104,7 @@ def test_every_kind_of_layer_is_converted_copied_and_folded(kind):
     assert list(folded.state_dict()) == list(plain.state_dict())
     assert [p.stride() for p in folded.parameters()] == [p.stride() for p in plain.parameters()]
     assert torch.equal(output_of(twin, inputs), output)  # a copy stays as it is
-    again = sel.convert(folded, sel.preset("congruent"))
+    again = sel.convert(folded, strong("congruent"))
     torch.testing.assert_close(output_of(again, inputs), output, rtol=1e-12, atol=1e-13)
 
 
@@ -457,7 +457,7 @@ def test_replicas_of_data_parallel():
     for exclude in ((), ("*bias",)):
         for build, shape in (KINDS["linear"], KINDS["conv2d"]):
             model, inputs = nn.Sequential(build()), torch.randn(shape)
-            layer = sel.convert(model, sel.preset("paper", exclude=exclude))[0]
+            layer = sel.convert(model, strong("paper", exclude=exclude))[0]
             replica = layer._replicate_for_data_parallel()
             for name, parameter in layer.named_parameters():
                 setattr(replica, name, parameter * 1.0)
@@ -554,7 +554,7 @@ def test_a_plain_bias_beside_a_curved_weight():
 
 def test_a_second_convert_leaves_what_the_first_left_plain():
     model = nn.TransformerEncoderLayer(12, 2, 8, batch_first=True, dropout=0.0)
-    sel.convert(model, sel.preset("paper", exclude=("*in_proj_bias", "linear1.bias")))
+    sel.convert(model, strong("paper", exclude=("*in_proj_bias", "linear1.bias")))
     names, inputs = list(model.state_dict()), x.reshape(1, 5, 12)
     output = model(inputs)
     assert list(sel.convert(model, PAPER).state_dict()) == names
@@ -589,12 +589,12 @@ def test_a_failed_convert_leaves_the_model_unchanged():
         sel.convert(model)
     assert [type(m) for m in model] == [nn.Linear, nn.GELU, nn.Linear]
     with pytest.raises(ValueError, match=r"mode 'mismatch' needs .* e\*kappa\*exp\(-n\) > \|l\|"):
-        sel.convert(network(), sel.preset("paper", l=sel.Scale("row", start=8.0)))
+        sel.convert(network(), strong("paper", l=sel.Scale("row", start=8.0)))
 
 
 def test_half_precision_starts_from_the_scales_as_stored(caplog):
     """A rounded factor shifts no weight: what is left is the rounding of raw weights, without bias, and is logged."""
-    config = sel.preset("congruent", e=sel.Scale("row_col_mult", start=1.3), m=sel.Scale("row", start=0.7))
+    config = strong("congruent", e=sel.Scale("row_col_mult", start=1.3), m=sel.Scale("row", start=0.7))
     plain = nn.Linear(256, 256, dtype=torch.bfloat16)
     weight = plain.weight.detach().double()
     with caplog.at_level(logging.INFO, logger="symexplin"):

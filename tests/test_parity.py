@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import symexplin as sel
-from networks import ELEMENTWISE, EXP
+from networks import ELEMENTWISE, EXP, strong
 from symexplin.config import PATTERNS
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.presets import PRESETS
@@ -29,16 +29,14 @@ KERNELS = [*LONG, "paper+offset", "absorbed", "frozen"]  # in float32; tests of 
 PATTERNED = [("global", "row", "column"), ("lora", "row_col_add", "global"), ("column", "fixed", "row_col_add")]
 PATTERNED += [("elementwise", "elementwise", "elementwise")]
 assert {pattern for patterns in PATTERNED for pattern in patterns} | {"row_col_mult"} == set(PATTERNS)
-CONFIGS = {name: sel.preset(name) for name in PRESETS} | {
-    f"paper, {patterns}": sel.preset(
+CONFIGS = {name: strong(name) for name in PRESETS} | {
+    f"paper, {patterns}": strong(
         "paper", **{role: {"pattern": p, "rank": 2} for role, p in zip("elm", patterns, strict=True)}
     )
     for patterns in PATTERNED
 }
-CONFIGS |= {"paper, exp": EXP, "paper+offset, elementwise": ELEMENTWISE}
-CONFIGS |= {
-    mode: sel.preset("paper", mode=mode, n=sel.Scale("row", start=0.1)) for mode in ("oppose", "damped", "sinh")
-}
+CONFIGS |= {"default": sel.SELConfig(), "paper, exp": EXP, "paper+offset, elementwise": ELEMENTWISE}
+CONFIGS |= {mode: strong("paper", mode=mode, n=sel.Scale("row", start=0.1)) for mode in ("oppose", "damped", "sinh")}
 MOST_CROSSINGS = 3  # of 26,000 entries
 
 

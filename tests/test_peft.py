@@ -7,8 +7,9 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 import symexplin as sel  # noqa: E402
+from networks import strong  # noqa: E402
 
-CONFIG = sel.preset("paper")
+CONFIG = strong("paper")
 IDS = (torch.arange(4)[:, None] * 7 + torch.arange(12)) % 32
 LORA = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj", "v_proj"]}
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}

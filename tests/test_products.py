@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import symexplin as sel
+from networks import strong
 from symexplin.curve import Map, sides
 from symexplin.products import (
     fixed_factors,
@@ -16,15 +17,15 @@ from symexplin.products import (
 
 LOG = sel.Scale("row_col_mult", transform="exp")
 CONFIGS = {
-    "paper": sel.preset("paper"),
-    "absorbed": sel.preset("absorbed"),
-    "absorbed, not normalized": sel.preset("absorbed", normalize=False, n=sel.Scale("column")),
-    "offset": sel.preset("paper+offset", delta=sel.Scale()),
-    "offsets, normalized": sel.preset("congruent", n=sel.Scale("row_col_add", start=0.3), normalize=True),
-    "logarithms": sel.preset("paper", e=LOG, l=sel.Scale("column", transform="exp"), s=sel.Scale("row", start=1.3)),
-    "numbers": sel.preset("paper", mode="oppose", e=sel.Scale(start=1.5), l=sel.Scale("global"), m=sel.Scale("global")),
-    "exp_only": sel.preset("exp_only"),
-    "linear": sel.preset("structured_linear", s=sel.Scale("global")),
+    "paper": strong("paper"),
+    "absorbed": strong("absorbed"),
+    "absorbed, not normalized": strong("absorbed", normalize=False, n=sel.Scale("column")),
+    "offset": strong("paper+offset", delta=sel.Scale()),
+    "offsets, normalized": strong("congruent", n=sel.Scale("row_col_add", start=0.3), normalize=True),
+    "logarithms": strong("paper", e=LOG, l=sel.Scale("column", transform="exp"), s=sel.Scale("row", start=1.3)),
+    "numbers": strong("paper", mode="oppose", e=sel.Scale(start=1.5), l=sel.Scale("global"), m=sel.Scale("global")),
+    "exp_only": strong("exp_only"),
+    "linear": strong("structured_linear", s=sel.Scale("global")),
 }
 
 

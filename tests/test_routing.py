@@ -231,7 +231,7 @@ def test_the_width_is_the_side_that_occurs_most_often_the_larger_on_a_tie():
     factors = nn.Sequential(nn.Linear(2048, 4), nn.Linear(4, 2048), nn.Linear(8, 2048))
     assert sel.routing(factors).width == 2048
     assert sel.routing(factors[0], whole=factors).config == sel.routing(factors).config
-    assert sel.routing(factors, sel.preset("paper")).config.beta == 7.5
+    assert sel.routing(factors, sel.SELConfig(beta=7.5)).config.beta == 7.5
     biases = sel.routing(factors, sel.SELConfig(exclude=("*.weight",)))  # their weights count
     assert (biases.width, biases.config.beta) == (2048, sel.routing(factors).config.beta)
     nothing = sel.routing(nn.LayerNorm(4))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import symexplin as sel
+from networks import strong
 
 __all__ = [
     "PAPER",
@@ -25,7 +26,7 @@ __all__ = [
     "train",
 ]
 
-PAPER = sel.preset("paper")
+PAPER = strong("paper")
 
 
 def network(dtype=torch.float32, seed=0):

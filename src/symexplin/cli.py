@@ -337,7 +337,7 @@ def _inspect(source: _Weights, /, *, preset: _Path = None, map: Pairs | None = N
     the one that the model was trained with, if the file says so, otherwise the default.
 
     Args:
-        preset: another map: default (beta by the width), or one of the paper's, such as paper
+        preset: another map: default, or one of the paper's, such as paper (beta by the width)
         map: keys of the map to change, such as beta=5 or e.k=[50,8]
         json: file to write all numbers to
 

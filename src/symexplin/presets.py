@@ -35,8 +35,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 def preset(name: str, /, **overrides: Any) -> SELConfig:
     """Return the default map or one of the paper's, with `overrides` of :class:`SELConfig` fields.
 
-    "default" is `SELConfig()`. The others are the paper's. beta follows the model's width unless overridden: 7.5 at width
-    1024, as in the paper.
+    "default" is `SELConfig()`. The others are the paper's. beta follows the model's width unless overridden: 7.5 at
+    width 1024, as in the paper.
 
     - "paper": mismatch with learned row x column scales e, l and m
     - "paper+offset": the same with a learned offset n and a LoRA residual delta

@@ -125,7 +125,7 @@ def test_scales_are_read_from_the_runs(tmp_path):
     def stats(_, __, seed):
         return {"e/mean": 1.3 + 0.01 * seed, "l/mean": 0.25 * (0.6 + 0.01 * seed), "kappa/mean": 0.25 * 7.5 * 0.98}
 
-    maps = {"B": sel.preset("paper", beta="auto").resolve(64).to_dict()}  # beta and l are a quarter of those at 1024
+    maps = {"B": sel.preset("paper").resolve(64).to_dict()}  # beta and l are a quarter of those at 1024
     found = panel(tmp_path, {"A": 2.0, "B": 2.0}, maps=maps, stats=stats)
     for measure, mean in (("e_change", 0.31), ("l_change", -0.39), ("m_change", -0.02)):
         judged = verdict(found, claim("within", against="", measure=measure, bound=0.5, paper=0.38)).panels[0]

@@ -121,7 +121,7 @@ def test_a_mismatched_start_is_around_the_weights_given(weights, home):
     train = dataclasses.replace(TRAIN, weights=str(weights))
     found = sel.fold(build(config(train, home=home, preset="paper", start="mismatched")).model).state_dict()
     reference = load_model(weights)
-    sel.init_(reference, sel.preset("paper", beta="auto"), xavier=False)
+    sel.init_(reference, sel.preset("paper"), xavier=False)
     plain = load_model(weights).blocks[0].ffn.up.weight
     for name, wanted in reference.state_dict().items():
         torch.testing.assert_close(found[name], wanted, rtol=1e-5, atol=1e-7)

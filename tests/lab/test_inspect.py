@@ -116,7 +116,7 @@ def test_figures_of_each_matrix_and_of_all(tmp_path, monkeypatch, chunk):
 def test_other_maps(tmp_path):
     for config in (
         sel.SELConfig(mode="sinh"),
-        sel.preset("paper+offset"),
+        sel.preset("paper+offset", beta=7.5),
         sel.SELConfig(mode="damped", n=sel.Scale(start=1.0)),
     ):
         assert inspected(tmp_path, config=config).total.inversion_error <= 1

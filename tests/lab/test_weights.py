@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import symexplin as sel
 from corpora import TEXTS, prepared
-from networks import moved
+from networks import moved, strong
 from run_folders import CURVES, trained
 from symexplin.lab.checkpoint import newest
 from symexplin.lab.maps import map_of
@@ -62,8 +62,8 @@ def test_round_trip_is_bit_equal(tmp_path, tie_head, dtype):
 @pytest.mark.parametrize(
     ("config", "tie_head"),
     [
-        *((sel.preset(name), name == "paper") for name in ("paper", "paper+offset", "absorbed")),
-        (sel.preset("paper", include=("head.*",), exclude=("*.down.*",), e=sel.Scale("column")), False),
+        *((strong(name), name == "paper") for name in ("paper", "paper+offset", "absorbed")),
+        (strong("paper", include=("head.*",), exclude=("*.down.*",), e=sel.Scale("column")), False),
         (sel.SELConfig(mode="sinh", m=sel.Scale("global"), s=sel.Scale("row_col_add")), False),
     ],
 )

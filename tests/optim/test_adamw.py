@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import symexplin as sel
+from networks import strong
 from symexplin.presets import IDENTITY
 from training import PAPER, Reference, backward, batch, build, network, squares
 
@@ -14,11 +15,11 @@ AUTO = 7.5 * (20 / 1024) ** 0.5  # DESIGN's beta of the network's width
 MAPS = {
     "default": (sel.SELConfig(), {"beta": AUTO, "mode": "exp_only"}),
     "paper": (PAPER, {"beta": 7.5}),
-    "paper+offset": (sel.preset("paper+offset"), {"beta": 7.5}),
-    "absorbed": (sel.preset("absorbed"), {"beta": 7.5, "normalize": True}),
-    "frozen": (sel.preset("frozen"), {"beta": 7.5}),
-    "congruent": (sel.preset("congruent"), {"beta": 7.5, "mode": "congruent"}),
-    "exp_only": (sel.preset("exp_only"), {"beta": 7.5, "mode": "exp_only"}),
+    "paper+offset": (strong("paper+offset"), {"beta": 7.5}),
+    "absorbed": (strong("absorbed"), {"beta": 7.5, "normalize": True}),
+    "frozen": (strong("frozen"), {"beta": 7.5}),
+    "congruent": (strong("congruent"), {"beta": 7.5, "mode": "congruent"}),
+    "exp_only": (strong("exp_only"), {"beta": 7.5, "mode": "exp_only"}),
 }
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import symexplin as sel
+from networks import strong
 from symexplin.kernels import cpu, gpu, using
 from symexplin.kernels.compiler import find_compiler
 from symexplin.optim.batch import FormulaBatch
@@ -27,18 +28,18 @@ COLUMN = sel.Scale("column", k=(0.5, 0.5))
 CONFIGS = {
     "default": sel.SELConfig(),
     "exp_only with constants": sel.SELConfig(beta=3.0, e=sel.Scale(start=1.5), n=sel.Scale(start=0.3), normalize=True),
-    "paper": sel.preset("paper"),
-    "absorbed": sel.preset("absorbed"),
-    "congruent with offset": sel.preset("congruent", n=COLUMN, normalize=True),
-    "oppose, vectors": sel.preset("paper", mode="oppose", e=sel.Scale("row", k=(9, 9)), l=COLUMN, m=sel.Scale()),
-    "frozen": sel.preset("frozen"),
-    "exp_only, learned": sel.preset("exp_only"),
-    "linear, learned": sel.preset("structured_linear", normalize=True),
-    "linear, numbers": sel.preset("structured_linear", l=NUMBER),
-    "absorbed, numbers": sel.preset("absorbed", e=NUMBER, m=NUMBER),
-    "offset and delta": sel.preset("paper+offset"),
-    "logarithms": sel.preset("paper", e=sel.Scale("row_col_mult", transform="exp"), s=sel.Scale("column", k=(1, 1))),
-    "congruent, numbers": sel.preset("congruent", m=NUMBER, n=NUMBER),
+    "paper": strong("paper"),
+    "absorbed": strong("absorbed"),
+    "congruent with offset": strong("congruent", n=COLUMN, normalize=True),
+    "oppose, vectors": strong("paper", mode="oppose", e=sel.Scale("row", k=(9, 9)), l=COLUMN, m=sel.Scale()),
+    "frozen": strong("frozen"),
+    "exp_only, learned": strong("exp_only"),
+    "linear, learned": strong("structured_linear", normalize=True),
+    "linear, numbers": strong("structured_linear", l=NUMBER),
+    "absorbed, numbers": strong("absorbed", e=NUMBER, m=NUMBER),
+    "offset and delta": strong("paper+offset"),
+    "logarithms": strong("paper", e=sel.Scale("row_col_mult", transform="exp"), s=sel.Scale("column", k=(1, 1))),
+    "congruent, numbers": strong("congruent", m=NUMBER, n=NUMBER),
 }
 
 
@@ -214,7 +215,7 @@ def test_the_shortcuts_for_adamw_change_the_speed_alone(config, dtype, name, mon
 
 @pytest.mark.parametrize("name", PATHS[:1])
 def test_a_curvature_that_reaches_zero_or_turns_negative_is_followed(name, monkeypatch):
-    config = sel.preset("paper", m=sel.Scale("row", k=1.0))
+    config = strong("paper", m=sel.Scale("row", k=1.0))
 
     def stepped(choice):
         with path(choice, monkeypatch):

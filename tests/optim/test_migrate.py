@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import symexplin as sel
+from networks import strong
 from symexplin.presets import IDENTITY
 from training import PAPER, assert_same_bits, build, network, train
 
 DECAY = {"weight_decay": 0.1}
-ELEMENTWISE = sel.preset("paper", e=sel.Scale("elementwise", k=(50.0, 8.0), transform="exp"), n=sel.Scale("column"))
+ELEMENTWISE = strong("paper", e=sel.Scale("elementwise", k=(50.0, 8.0), transform="exp"), n=sel.Scale("column"))
 MAPS = {"default": sel.SELConfig(), "paper": PAPER, "elementwise": ELEMENTWISE, "sinh": sel.SELConfig(mode="sinh")}
 Adam = functools.partial(torch.optim.Adam, decoupled_weight_decay=True)
 

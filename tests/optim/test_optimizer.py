@@ -15,12 +15,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import symexplin as sel
+from networks import strong
 from pairwise import every_pair
 from symexplin import closed, kernels
 from training import PAPER, SELSGD, assert_same_bits, backward, batch, build, network, same, train
 
 DEFAULT = sel.SELConfig()
-MAPS = {"default": DEFAULT, "paper": PAPER, "frozen": sel.preset("frozen"), "sinh": sel.SELConfig(mode="sinh")}
+MAPS = {"default": DEFAULT, "paper": PAPER, "frozen": strong("frozen"), "sinh": sel.SELConfig(mode="sinh")}
 each_map = pytest.mark.parametrize("config", MAPS.values(), ids=MAPS)
 ends = pytest.mark.parametrize("config", [DEFAULT, PAPER], ids=["default", "paper"])
 

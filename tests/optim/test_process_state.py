@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import symexplin as sel
+from networks import strong
 from scripts import load
 from states import STATES, entered, setting
 from training import PAPER, same
@@ -37,7 +38,7 @@ together = pytest.mark.parametrize(
 )
 
 SHARED = {"lr": 1e-2, "max_grad_norm": 1.0}
-OFFSET = sel.preset("paper+offset")
+OFFSET = strong("paper+offset")
 NUMBERS = sel.SELConfig(mode="congruent", e=sel.Scale("global"), normalize=True)
 RUNS = {
     "default": sel.SELAdamW,

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import symexplin as sel
+from networks import strong
 from pairwise import every_pair
 from training import PAPER, SELSGD, assert_same_bits, build, network, same, train
 
@@ -21,13 +22,13 @@ PRECISIONS = {
     "float64": (torch.float64, {}),
     "rounded": (torch.bfloat16, {"stochastic_rounding": True}),
 }
-ELEMENTWISE = sel.preset(
+ELEMENTWISE = strong(
     "paper+offset",
     e=sel.Scale("elementwise", k=(50.0, 8.0), transform="exp"),
     l=sel.Scale("global", k=(50.0, 8.0)),
     s=sel.Scale("row_col_add"),
 )
-MAPS = {name: sel.preset(name) for name in ("default", "paper", "paper+offset", "absorbed", "frozen")}
+MAPS = {"default": sel.SELConfig()} | {name: strong(name) for name in ("paper", "paper+offset", "absorbed", "frozen")}
 MAPS |= {"elementwise": ELEMENTWISE, "sinh": sel.SELConfig(mode="sinh"), "identity": sel.SELConfig(mode="linear")}
 RUNS = {name: (config, sel.SELAdamW) for name, config in MAPS.items()}
 RUNS |= {f"{name}, SGD": (MAPS[name], SELSGD) for name in ("default", "paper")}
@@ -213,7 +214,7 @@ SPOILED = [
     (lambda s: s["param_groups"][0]["param_names"].reverse(), r"3\.bias .* 0\.weight"),
     (lambda s: s["param_groups"][0].pop("role"), r"symexplin\.from_adamw"),
     (lambda s: s["param_groups"][0].update(role="plain"), "'plain' .* 'curved'"),
-    (lambda s: s["param_groups"][0].update(config=sel.preset("frozen").to_json()), "map: e is"),
+    (lambda s: s["param_groups"][0].update(config=strong("frozen").to_json()), "map: e is"),
     (lambda s: s["param_groups"][0].update(config=OTHER), r"map: beta is 3\.0"),
     (lambda s: s["param_groups"][0]["axes"].__setitem__(0, "io"), "axes .*'io'"),
     (lambda s: s["param_groups"][0].update(stochastic_rounding=True), "stochastic_rounding=True"),

@@ -7,15 +7,16 @@ import torch
 from torch import nn
 
 import symexplin as sel
+from networks import strong
 from pairwise import every_pair
 from symexplin import transform
 from training import assert_same_bits, build
 
 STORED = {
-    "vectors": sel.preset("fixed_curvature"),
-    "elementwise": sel.preset("congruent", e=sel.Scale("elementwise", k=(50.0, 8.0))),
-    "residual": sel.preset("paper+offset"),
-    "fixed": sel.preset("frozen"),
+    "vectors": strong("fixed_curvature"),
+    "elementwise": strong("congruent", e=sel.Scale("elementwise", k=(50.0, 8.0))),
+    "residual": strong("paper+offset"),
+    "fixed": strong("frozen"),
 }
 CLOSED = {
     "default": sel.SELConfig(),

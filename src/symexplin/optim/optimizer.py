@@ -242,7 +242,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
         >>> sel.SELAdamW(model, lr=1e-3, config=sel.preset("exp_only", m=sel.Scale()), total_steps=100)
         SELAdamW(
-          map: exp_only, beta 7.5, e learned (row_col_mult); width 64
+          map: exp_only, beta 1.875, e learned (row_col_mult); width 64
           curved: 2 tensors, 4,160 numbers, lr 0.001 (e 0.015 to 0.0024), weight_decay 0.01
           plain: 2 tensors, 128 numbers, lr 0.001, weight_decay 0.01
           betas (0.9, 0.999), eps 1e-08, total_steps 100, max_grad_norm None; 0 steps taken

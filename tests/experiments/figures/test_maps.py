@@ -60,7 +60,7 @@ def test_the_mismatched_start_is_that_of_the_library():
         assert bool((sign * target > 0).all())
         layer = torch.nn.Linear(len(target), 1, bias=False, dtype=torch.float64)
         layer.weight = torch.nn.Parameter(target[None].clone())
-        sel.init_(layer, sel.preset("frozen"), xavier=False)
+        sel.init_(layer, sel.preset("frozen", beta=7.5), xavier=False)
         assert np.asarray(line.get_ydata()) == pytest.approx(layer.weight[0].detach().numpy(), rel=1e-10)
     full, kept = (bar.get_height() for bar in right.patches)
     assert full == pytest.approx(100, abs=1e-6)
@@ -131,7 +131,7 @@ def test_the_largest_weights_have_curves(crafted):
 
 
 def test_of_a_comparison_the_best_variant_with_learned_scales_is_taken(runs, compared):
-    learned = {"home": "optimizer", "start": "mismatched", **sel.preset("paper").to_dict()}
+    learned = {"home": "optimizer", "start": "mismatched", **sel.preset("paper", beta=7.5).to_dict()}
     more, maps = {"learned": 0.3, "worse": 0.4}, {"learned": learned, "worse": learned}
     folder = compared(more=more, maps=maps, trained={"learned-lr0.01-seed0": runs["curved"]})
     # SEL ends lower with fixed scales.

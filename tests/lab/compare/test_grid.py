@@ -108,7 +108,7 @@ def curve_of(variant):
 
 @pytest.mark.parametrize("name", ["paper", "fixed_curvature", "frozen", "congruent", "exp_only"])
 def test_the_papers_variants_are_its_presets(name):
-    assert map_of(curve_of(name), WIDTH) == sel.preset(name, beta="auto").resolve(WIDTH)
+    assert map_of(curve_of(name), WIDTH) == sel.preset(name).resolve(WIDTH)
     assert curve_of("module") == dataclasses.replace(curve_of("paper"), home="module")
 
 
