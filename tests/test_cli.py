@@ -56,6 +56,8 @@ FILES = {
     "bad.toml": "data = = 'd'\n",
     "key.toml": "data = 'd'\n[model]\nwidht = 64\n",
     "place.toml": "data = 'd'\nwidth = 64\n",
+    "tables.toml": "[[train]]\nsteps = 3\n",
+    "deep.toml": "a = " + "[" * 5000,
     "type.toml": "data = 'd'\n[train]\nsteps = '3'\n",
     "mytext.txt": "Once upon a time\n",
 }
@@ -76,6 +78,8 @@ WRONG = [
     ("train good.toml bad.toml", "'bad.toml'"),
     ("train none.toml", "config must be an existing TOML file, got 'none.toml'"),
     ("train bad.toml", "config bad.toml is not TOML", "line 1"),
+    ("train deep.toml", "config deep.toml is not TOML"),
+    ("train tables.toml --lr 1e-3", "[train] must be a table, got [{'steps': 3}]"),
     ("train mytext.txt", "config mytext.txt is not TOML", "symexplin prepare mytext.txt"),
     ("train .", "config must be an existing TOML file", "--data", "symexplin prepare ."),
     ("train key.toml", "'widht' in [model]; did you mean 'width'?"),

@@ -105,3 +105,9 @@ def test_without_a_folder_nothing_is_written():
         recorder.update(1, {"loss": 1.0}, tokens=0)
         recorder.evaluation(1, 1.0, {}, {})
         assert recorder.sync() == {}
+
+
+def test_a_path_that_is_not_utf_8_is_refused_before_anything_is_made(tmp_path):
+    with pytest.raises(ValueError, match=r"out must be a path in UTF-8"), claimed(tmp_path / "\udcff", "run", set()):
+        pass
+    assert not list(tmp_path.iterdir())

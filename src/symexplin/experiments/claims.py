@@ -1,8 +1,8 @@
 """The paper's claims, tried on finished comparisons by one rule that is fixed before the runs.
 
-A claim is about one number per seed, such as the final loss of a variant minus that of another. The two start from the
-same weights and see the same data in the same order. The 99% interval of the mean decides: on which side of zero it
-lies, or whether it lies within a bound. One seed shows only a sign, and whether runs that should be the same are.
+A claim is about one number per seed, such as the final loss of a variant minus that of another. The two see the same
+data in the same order. The 99% interval of the mean decides: on which side of zero it lies, or whether it lies within a
+bound. One seed shows only a sign, and whether runs that should be the same are.
 """
 
 import math

@@ -51,6 +51,10 @@ def claimed(out: str | Path, kind: str, marks: Collection[str]) -> Iterator[Path
     """
     if not str(out).strip():
         raise ValueError(f"out must name a folder, got {str(out)!r}")
+    try:
+        str(out).encode()  # files in it have the path as text
+    except UnicodeEncodeError:
+        raise ValueError(f"out must be a path in UTF-8, got {str(out)!r}") from None
     folder = out_folder(out)
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     names = sorted({path.name.removesuffix(".tmp") for path in folder.iterdir()} - {LOCK}) if folder.is_dir() else []

@@ -65,7 +65,7 @@ def _pairs(_: Any, tokens: Sequence[Token] | Mapping[str, Any]) -> Table:
             raise CoercionError(f"{token!r} must follow a space, such as --map beta=5 for --map.beta=5")
         name, equals, value = token.value.partition("=")
         for line in (token.value, f"{name}='{value}'") if equals else ():
-            with contextlib.suppress(tomllib.TOMLDecodeError):
+            with contextlib.suppress(tomllib.TOMLDecodeError, RecursionError):
                 pairs = merge(pairs, tomllib.loads(line))
                 break
         else:
@@ -221,15 +221,17 @@ def load_toml(path: str | Path, name: str = "config") -> Table:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError):
         raise FileNotFoundError(f"{name} must be an existing TOML file, got {str(path)!r}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{name} {path} is not TOML: {error}") from None
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
-    """Return `base` with the entries of `over`, tables merged key by key."""
+    """Return `base` with the entries of `over`, tables merged key by key; a table cannot replace another value."""
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
+        if isinstance(value, Mapping) and not isinstance(old, Mapping | None):
+            raise ValueError(f"[{key}] must be a table, got {old!r}")
         merged[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged
 

@@ -266,6 +266,8 @@ def test_a_command_gets_all_digits_of_a_learning_rate_and_other_braces_are_writt
     [
         (f"true {PLACES} {{foo}}", {}, r"command has the unknown place \{foo\}: the places are \{variant\}, .* twice"),
         (f"true {PLACES} {{}}", {}, r"command has the unknown place \{\}"),
+        (f"true {PLACES} {{lr:>9}}", {}, "places have neither ':' nor '!'"),
+        (f"true {PLACES} {{lr!r}}", {}, "places have neither ':' nor '!'"),
         (f"true {PLACES} {{", {}, "command must be words .* written twice, got"),
         ("true 'x {variant} {lr} {out}", {}, "command must be words that a shell could split"),
         ("", {}, r"command must have the place \{variant\}, got ''"),

@@ -115,7 +115,12 @@ def test_the_first_run_without_a_result_stops_the_comparison_and_a_later_one_is_
         ('{"loss": true}', "True is not a number"),
         ('{"loss": 2.3', "Expecting ',' delimiter"),
         ('{"loss": 2.3, "curve": [2.3]}', "TypeError"),
-        ('{"loss": 2.3, "curve": [[0, 1.0], [0, 2.0]]}', "steps do not increase"),
+        ('{"loss": 2.3, "curve": [[0, 1.0], [0, 2.0]]}', "steps are not whole numbers that increase"),
+        ('{"loss": 2.3, "curve": [[0.5, 1.0]]}', "steps are not whole"),
+        ('{"loss": 2.3, "curve": [[-1, 1.0]]}', "increase from 0"),
+        ('{"loss": 2.3, "seconds": NaN}', "seconds is nan"),
+        ('{"loss": 2.3, "tokens_per_second": -1}', "tokens_per_second is -1"),
+        ("[" * 100_000, "recursion"),
     ],
 )
 def test_a_result_that_cannot_be_read_is_named(tmp_path, text, said):

@@ -211,7 +211,10 @@ class CommandConfig(Schema):
         grid = self.compare
         try:
             words = shlex.split(self.command)
-            places = {name for word in words for _, name, _, _ in string.Formatter().parse(word) if name is not None}
+            fields = [field for word in words for field in string.Formatter().parse(word)]
+            if any(form or conversion for _, _, form, conversion in fields):
+                raise ValueError("places have neither ':' nor '!'")
+            places = {name for _, name, _, _ in fields if name is not None}
         except ValueError as error:
             raise ValueError(
                 f"command must be words that a shell could split, with its own braces written twice, got "

@@ -226,26 +226,35 @@ def read_run(folder: Path, cell: Cell) -> Run:
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
         loss = math.nan if "error" in result else _number(result["loss"])
-        curve = [(int(_number(step)), _number(value)) for step, value in result.get("curve", [])]
-        steps = [step for step, _ in curve]
-        if steps != sorted(set(steps)):
-            raise ValueError("its steps do not increase")
-        seconds, pace = (
-            None if result.get(key) is None else _number(result[key]) for key in ("seconds", "tokens_per_second")
-        )
-    except (ValueError, TypeError, LookupError, OverflowError, AttributeError) as error:
+        curve = [(_number(step), _number(value)) for step, value in result.get("curve", [])]
+        steps = [int(step) for step, _ in curve]
+        if steps != sorted(set(steps)) or any(step < 0 or step % 1 for step, _ in curve):
+            raise ValueError("its steps are not whole numbers that increase from 0")
+        seconds, pace = (_positive(key, result.get(key)) for key in ("seconds", "tokens_per_second"))
+        record = Task("", folder, []).file(".json")
+        if seconds is None and record.exists():
+            seconds = _positive("seconds", read_json(record).get("seconds"))
+    except (RecursionError, ValueError, TypeError, LookupError, OverflowError, AttributeError) as error:
         raise ValueError(
             f"{str(path)!r} must be like {_EXAMPLE} (the curve may be missing), but {error!r}: correct it, or delete "
             "it to run again; then --resume"
         ) from None
+    losses = [value for _, value in curve]
+    points = list(zip(steps, losses, strict=True))
     if math.isfinite(loss):
-        curve = [*curve[:-1], (steps[-1] if steps else 0, loss)]
-    record = Task("", folder, []).file(".json")
-    if seconds is None and record.exists():
-        seconds = read_json(record)["seconds"]
-    kept = tuple(point for point in curve if math.isfinite(point[1]))
+        points = [*points[:-1], (steps[-1] if steps else 0, loss)]
+    kept = tuple(point for point in points if math.isfinite(point[1]))
     why = None if math.isfinite(loss) else result.get("error", f"loss is {loss}")
     return Run(*cell, kept, seconds, pace, why)
+
+
+def _positive(name: str, value: object) -> float | None:
+    if value is None:
+        return None
+    number = _number(value)
+    if not (number >= 0 and math.isfinite(number)):
+        raise ValueError(f"{name} is {number}")
+    return number
 
 
 def _number(value: object) -> float:
