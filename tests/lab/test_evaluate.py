@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from symexplin.lab.data.tokenizer import Tokenizer
-from symexplin.lab.evaluate import evaluate, sample, speedup
+from symexplin.lab.evaluate import evaluate, sample
 from symexplin.lab.model import ModelConfig, Transformer
 
 TINY = ModelConfig(width=16, depth=1, heads=2, context=8)
@@ -83,22 +83,3 @@ def test_top_k_draws_from_the_k_likeliest():
 def test_sample_refuses_values_out_of_range(options, words):
     with pytest.raises(ValueError, match=words):
         text(**{"prompt": "a", "length": 1, **options})
-
-
-BASELINE = [(0, 5.0), (50, 3.0), (100, 2.0)]
-
-
-@pytest.mark.parametrize(
-    ("variant", "expected"),
-    [
-        (BASELINE, 1.0),
-        ([(0, 5.0), (50, 2.0), (100, 1.5)], 2.0),
-        ([(0, 5.0), (50, 3.0), (100, 1.0)], 100 / 75),  # halfway between its evaluations
-        ([(0, 4.0), (40, 1.0), (100, 3.0)], 100 / (40 * 2 / 3)),  # the first time counts, not the last
-        ([(0, 5.0), (50, 3.0), (100, 2.001)], None),
-        ([(0, 2.0), (100, 1.0)], None),
-        ([(0, 5.0)], None),
-    ],
-)
-def test_speedup(variant, expected):
-    assert speedup(BASELINE, variant) == (None if expected is None else pytest.approx(expected))

@@ -1,7 +1,7 @@
-"""Evaluate a trained model: its loss, samples of its text, and the speedup of one run over another."""
+"""Evaluate a trained model: its loss, and samples of its text."""
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,7 @@ from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks
 from symexplin.validation import check_not_negative, check_whole
 
-__all__ = ["Curve", "evaluate", "sample", "speedup"]
-
-# Evaluations of a run as (step, loss in nats per token), in order.
-Curve = Sequence[tuple[int, float]]
+__all__ = ["evaluate", "sample"]
 
 # Below this temperature quotients overflow, and sampling is that of temperature 0.
 _GREEDY = 1e-6
@@ -93,23 +90,3 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torc
     if top_k is not None and top_k < len(logits):
         logits = logits.where(logits >= logits.topk(top_k).values[-1], -torch.inf)
     return int(torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator))
-
-
-def speedup(baseline: Curve, variant: Curve) -> float | None:
-    """Return the baseline's steps divided by the step at which `variant` first reaches the baseline's final loss.
-
-    The variant's loss is interpolated linearly between evaluations. None: not reached, before the first step, or the
-    baseline has no steps.
-
-    >>> speedup([(0, 5.0), (100, 2.0)], [(0, 5.0), (50, 3.0), (100, 1.0)])
-    1.3333333333333333
-    """
-    steps, target = baseline[-1]
-    before_step, before = variant[0]
-    if before <= target or steps <= 0:
-        return None
-    for step, loss in variant[1:]:
-        if loss <= target:
-            return steps / (before_step + (step - before_step) * (before - target) / (before - loss))
-        before_step, before = step, loss
-    return None

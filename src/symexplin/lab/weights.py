@@ -248,13 +248,18 @@ def find_weights(path: str | Path, name: str = "path", echo: Echo = warnings.war
         return path
     if is_checkpoint(path):
         load_checkpoint(path)
-        return path if is_sharded(path) else path / MODEL
+        return _in_checkpoint(path)
     if (path / MODEL).exists() and not _is_damaged(path, echo):
         return path / MODEL
     intact = newest_intact(path, echo)
     if intact is None:
         raise ValueError(f"{name} must be a run with weights or a model's file, got {str(path)!r} without weights")
-    return intact[0] if is_sharded(intact[0]) else intact[0] / MODEL
+    return _in_checkpoint(intact[0])
+
+
+def _in_checkpoint(path: Path) -> Path:
+    """Return the file with the weights of a checkpoint; the checkpoint itself if it has parts of tensors."""
+    return path if is_sharded(path) else path / MODEL
 
 
 def _is_damaged(run: Path, echo: Echo) -> bool:

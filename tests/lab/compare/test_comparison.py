@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from symexplin.lab.compare.comparison import ONE_LR, Comparison, Run
+from symexplin.lab.compare.comparison import ONE_LR, Comparison, Run, speedup
 from symexplin.lab.files import write_json
 from table_folders import comparison as written
 
@@ -188,3 +188,22 @@ def test_a_file_has_all_that_the_comparison_has(tmp_path):
     write_json(tmp_path / "comparison.json", {})
     with pytest.raises(ValueError, match=r"comparison\.json' is damaged, or of another version"):
         Comparison.load(tmp_path)
+
+
+BASELINE = [(0, 5.0), (50, 3.0), (100, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("variant", "expected"),
+    [
+        (BASELINE, 1.0),
+        ([(0, 5.0), (50, 2.0), (100, 1.5)], 2.0),
+        ([(0, 5.0), (50, 3.0), (100, 1.0)], 100 / 75),  # halfway between its evaluations
+        ([(0, 4.0), (40, 1.0), (100, 3.0)], 100 / (40 * 2 / 3)),  # the first time counts, not the last
+        ([(0, 5.0), (50, 3.0), (100, 2.001)], None),
+        ([(0, 2.0), (100, 1.0)], None),
+        ([(0, 5.0)], None),
+    ],
+)
+def test_speedup(variant, expected):
+    assert speedup(BASELINE, variant) == (None if expected is None else pytest.approx(expected))

@@ -15,7 +15,10 @@ from symexplin.lab.compare.interval import ENOUGH_SEEDS, Interval
 from symexplin.lab.files import format_columns, read_json, read_json_lines, write_json
 from symexplin.lab.folders import METRICS
 
-__all__ = ["ONE_LR", "Comparison", "Row", "Run"]
+__all__ = ["ONE_LR", "Comparison", "Row", "Run", "speedup"]
+
+# Evaluations of a run as (step, loss), in order.
+Curve = Sequence[tuple[int, float]]
 
 # What the page of a table says, too.
 ONE_LR = "With one learning rate tried, every difference may be a learning-rate effect."
@@ -239,8 +242,6 @@ class Comparison:
         return min(finite, key=lambda row: row.loss or 0.0, default=None)
 
     def _row(self, variant: str, lr: float | None) -> Row:
-        from symexplin.lab.evaluate import speedup  # torch, which the help of a command does without
-
         if lr is None:
             return Row(variant, None, self.seeds, deltas=(None,) * len(self.seeds))
         runs, bases = self.at(variant, lr), self.at(self.baseline, self.shared_lr)
@@ -361,6 +362,26 @@ class Comparison:
                 cells.append((name, _or_dash(row.lr, "g"), _loss(row), _or_dash(delta, "+.4f"), speed))
             lines += [title, textwrap.indent(format_columns(cells), "  ")]
         return "\n".join(lines)
+
+
+def speedup(baseline: Curve, variant: Curve) -> float | None:
+    """Return the baseline's steps divided by the step at which `variant` first reaches the baseline's final loss.
+
+    The variant's loss is interpolated linearly between evaluations. None: not reached, before the first step, or the
+    baseline has no steps.
+
+    >>> speedup([(0, 5.0), (100, 2.0)], [(0, 5.0), (50, 3.0), (100, 1.0)])
+    1.3333333333333333
+    """
+    steps, target = baseline[-1]
+    before_step, before = variant[0]
+    if before <= target or steps <= 0:
+        return None
+    for step, loss in variant[1:]:
+        if loss <= target:
+            return steps / (before_step + (step - before_step) * (before - target) / (before - loss))
+        before_step, before = step, loss
+    return None
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -24,7 +24,7 @@ from symexplin.lab.folders import RESULT
 from symexplin.lab.process import StopSignals, end_with_parent
 from symexplin.lab.provenance import cores
 
-__all__ = ["Ended", "SlurmJob", "Task", "check_executor", "execute", "gpus_here", "threads_each"]
+__all__ = ["Ended", "SlurmJob", "Task", "check_executor", "execute", "gpus_here", "process_file", "threads_each"]
 
 Echo = Callable[[str], None]
 
@@ -35,6 +35,11 @@ _GLANCES = 3  # after which a job that has ended without its result is taken for
 _RESTARTS = 1000  # at the end of a job's time
 # torchrun kills its processes so many seconds after SIGTERM, 30 by default: too few for a large checkpoint.
 _PATIENCE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}
+
+
+def process_file(run: Path, ending: str) -> Path:
+    """Return the file with an ending, such as ".log", that belongs to the process of the run in a folder."""
+    return run.parent.parent / PROCESSES / f"{run.name}{ending}"
 
 
 class Task(NamedTuple):
@@ -57,10 +62,10 @@ class Task(NamedTuple):
         return self.folder / RESULT
 
     def file(self, ending: str) -> Path:
-        """Return the file of this run's process with an ending, such as ".log", in a folder that is made."""
-        place = self.folder.parent.parent / PROCESSES
-        place.mkdir(parents=True, exist_ok=True)
-        return place / f"{self.folder.name}{ending}"
+        """Return the :func:`process_file` of this run, in a folder that is made."""
+        path = process_file(self.folder, ending)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
 
 
 # A task whose run has ended, and why it failed, if it did.

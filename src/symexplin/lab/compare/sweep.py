@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from symexplin.lab.compare.comparison import Comparison, Run
 from symexplin.lab.compare.grid import CONFIG, DEMO, RUNS, Cell, GridConfig
-from symexplin.lab.compare.launch import Task, check_executor, execute
+from symexplin.lab.compare.launch import Task, check_executor, execute, process_file
 from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.folders import RESULT, check_unused, claimed
 from symexplin.lab.settings import dump_toml
@@ -231,7 +231,7 @@ def read_run(folder: Path, cell: Cell) -> Run:
         if steps != sorted(set(steps)) or any(step < 0 or step % 1 for step, _ in curve):
             raise ValueError("its steps are not whole numbers that increase from 0")
         seconds, pace = (_positive(key, result.get(key)) for key in ("seconds", "tokens_per_second"))
-        record = Task("", folder, []).file(".json")
+        record = process_file(folder, ".json")
         if seconds is None and record.exists():
             seconds = _positive("seconds", read_json(record).get("seconds"))
     except (RecursionError, ValueError, TypeError, LookupError, OverflowError, AttributeError) as error:

@@ -57,7 +57,7 @@ def read_tokens(path: Path, count: int, sha256: str, *, verify: bool = True) -> 
 
 
 def _verified(path: Path, tokens: TokenArray, sha256: str) -> bool:
-    """Whether tokens have their digest. Of large files it is computed once for a size and a time of writing."""
+    """Whether tokens have their digest. A large file is hashed once, until its size or modification time changes."""
     about, stamp = path.stat(), path.with_suffix(".verified")
     known = f"{about.st_size} {about.st_mtime_ns} {sha256}\n"
     large = tokens.nbytes >= _LARGE
@@ -65,7 +65,7 @@ def _verified(path: Path, tokens: TokenArray, sha256: str) -> bool:
         return True
     same = hashlib.sha256(tokens.data).hexdigest() == sha256
     if large and same:
-        with contextlib.suppress(OSError):  # data of others may be read alone
+        with contextlib.suppress(OSError):  # the folder may be read-only
             replace_file(stamp, known)
     return same
 
@@ -85,7 +85,7 @@ class Corpus:
     def load(cls, folder: str | Path, *, verify: bool = True) -> Self:
         """Return the corpus in a prepared folder, mapped into memory; `verify` reads all tokens for their digests.
 
-        Files of 1 GiB and more are read for it once, and a file beside them remembers it.
+        A file of 1 GiB or more is hashed once; a stamp beside it records that.
         """
         folder = Path(folder)
         dataset = read_dataset(folder)
