@@ -1,6 +1,6 @@
 """All differences that results/mini.csv shows, by one rule; it writes the tables that list them.
 
-    python benchmarks/evidence.py            # write the tables of docs/reference/experiments.md and of README
+    python benchmarks/evidence.py            # write the tables of results/experiments.md and of README
     python benchmarks/evidence.py --check    # fail if they are not what the rows say
 
 Each variant counts at its own best learning rate, and differences to the baseline are taken seed by seed, as in every
@@ -21,7 +21,7 @@ from symexplin.lab.compare.comparison import Comparison, Row
 from symexplin.lab.compare.interval import BETTER, NO_DIFFERENCE, TOO_FEW, WORSE, Interval
 
 ROOT = Path(__file__).parents[1]
-ROWS, PAGE, README = ROOT / "results/mini.csv", ROOT / "docs/reference/experiments.md", ROOT / "README.md"
+ROWS, PAGE, README = ROOT / "results/mini.csv", ROOT / "results/experiments.md", ROOT / "README.md"
 TEXTS = {  # by the start of the data's fingerprint
     "ee87088e": "technical English",
     "c9b75369": "Python sources",

@@ -29,9 +29,17 @@ def test_every_variant_of_every_row_is_on_the_page(evidence):
     compared = [comparison for _, comparison in evidence.experiments()]
     rows = (ROOT / "results/mini.csv").read_text().splitlines()[1:]
     assert sum(len(comparison.runs) for comparison in compared) == len(rows)
-    page = (ROOT / "docs/reference/experiments.md").read_text()
+    page = (ROOT / "results/experiments.md").read_text()
     for variant in {variant for comparison in compared for variant in comparison.variants}:
         assert re.search(rf"(>|\| ){re.escape(variant)}( \\(\\w+\\))?, [\d.]+: ", page), variant
+
+
+@pytest.mark.parametrize("name", ["README.md", "experiments.md", "log.md"])
+def test_links_beside_the_rows_lead_to_files(name):
+    page = ROOT / "results" / name
+    targets = re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text())
+    assert targets
+    assert not [target for target in targets if not (page.parent / target).exists()]
 
 
 def test_words_need_an_interval_on_one_side_of_zero(evidence, tmp_path):
