@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from drawn import lines
 from symexplin.lab.compare.comparison import Comparison
 from symexplin.lab.report import charts as module
-from symexplin.lab.report.charts import Line, chart, comparison_figures, draw_losses, draw_sweep, panel, sheet
+from symexplin.lab.report.charts import COLORS, Line, chart, comparison_figures, draw_losses, draw_sweep, panel, sheet
 from table_folders import comparison
 
 
@@ -106,6 +106,18 @@ def test_a_sweep_has_the_mean_where_all_seeds_ran_and_every_seed_as_a_point(tmp_
     content = loaded(tmp_path, lambda run: dataclasses.replace(run, error="step 1: loss is nan"))
     assert list(drawn_by(draw_sweep, content, LABELS)[1]) == [f"{label}: no run finite" for label in LABELS.values()]
     assert drawn_by(draw_losses, content, [("AdamW", 0.01), ("SEL", None)], LABELS)[1] == {}
+
+
+def test_a_method_has_its_color_whatever_else_is_drawn(tmp_path):
+    def renamed(run):
+        return dataclasses.replace(run, variant={"SEL": "paper"}.get(run.variant, run.variant))
+
+    content, labels = loaded(tmp_path, renamed), {"AdamW": "A", "one": "O", "default": "D", "two": "T", "paper": "P"}
+    for own in (labels, {"AdamW": "A", "paper": "P"}):
+        assert drawn_by(draw_sweep, content, own)[1]["P"].get_color() == COLORS[2]
+        assert drawn_by(draw_losses, content, [("paper", 0.01)], own)[1]["P, lr 0.01"].get_color() == COLORS[2]
+    many = module.styles([*labels, *(f"v{i}" for i in range(9))])
+    assert len(set(many.values())) == len(many)
 
 
 def test_a_page_has_curves_at_the_best_rates_if_they_differ(tmp_path, monkeypatch):

@@ -30,6 +30,7 @@ from symexplin.lab.report.charts import (
     mean_line,
     panel,
     sheet,
+    styles,
 )
 
 __all__ = [
@@ -98,7 +99,7 @@ def _draw_bars(axes: Axes, compared: Comparison) -> None:
     _, *variants = zip(compared.rows("best"), compared.rows("shared"), strict=True)
     variants.sort(key=lambda rows: math.inf if rows[0].delta is None else rows[0].delta)
     for place, (best, shared) in enumerate(variants):
-        color = COLORS[compared.variants.index(best.variant) % len(COLORS)]
+        color = COLORS[styles(compared.variants)[best.variant] % len(COLORS)]
         looks = [(best, {"color": color}), (shared, {"edgecolor": color, **_HATCHED})]
         for aside, (row, look) in enumerate(looks[: 1 if best.lr == shared.lr else 2]):
             y = place + _BAR * aside

@@ -5,6 +5,7 @@ Lines differ by more than their color. The same data give the same file.
 
 import functools
 import io
+import itertools
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ from symexplin.lab.compare.comparison import Comparison
 
 __all__ = [
     *("COLORS", "GUIDE", "GUIDE_LINE", "STEPS", "STYLE", "UNDATED", "Chart", "Floats", "Line"),
-    *("chart", "comparison_figures", "draw_losses", "draw_sweep", "mean_line", "outline", "panel", "sheet"),
+    *("chart", "comparison_figures", "draw_losses", "draw_sweep", "mean_line", "outline", "panel", "sheet", "styles"),
 ]
 
 Floats = NDArray[np.float64]
@@ -35,6 +36,8 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colors: 42 pairs
 # Gray for references and remarks.
 GUIDE = "#777777"
 GUIDE_LINE: dict[str, Any] = {"color": GUIDE, "linestyle": (0, (3, 3)), "linewidth": 1.2}
+# A method has one color in all figures: the styles of variants by name. The baseline's is 0.
+_STYLES = {"default": 1, "paper": 2, "paper-init": 5}
 _MARKED = 40  # a line with more points has no markers
 _LONG_LABEL, _LINE = 21, 42  # letters: a legend with a longer label has one column; labels are wrapped
 _PAGE_SIZE = (5.4, 4.4)  # inches
@@ -80,6 +83,17 @@ class Line:
     style: int = 0
     band: tuple[ArrayLike, ArrayLike] | None = field(default=None, kw_only=True)
     kind: str = field(default="line", kw_only=True)
+
+
+def styles(variants: Sequence[str]) -> dict[str, int]:
+    """Return the style of each variant; the first one is the baseline.
+
+    >>> styles(["AdamW", "mine", "paper", "yours"])
+    {'AdamW': 0, 'mine': 3, 'paper': 2, 'yours': 4}
+    """
+    known = _STYLES | {variants[0]: 0}
+    free = (style for style in itertools.count(1) if style not in _STYLES.values())
+    return {variant: known[variant] if variant in known else next(free) for variant in variants}
 
 
 def mean_line(label: str, x: ArrayLike, seeds: ArrayLike, style: int) -> Line:
@@ -192,14 +206,14 @@ def draw_losses(
 ) -> None:
     """Draw the loss of each (variant, learning rate) of `cells` after the share `early` of the steps.
 
-    A variant has the style of its place in `labels`, which has all variants. One without a finite run has no line.
+    `labels` has all variants, the baseline first. One without a finite run has no line.
     """
-    lines, seeds = [], 1
+    lines, seeds, own_styles = [], 1, styles(list(labels))
     for variant, lr in cells:
         curves = [_late(run.curve, early) for run in comparison.finite(variant, lr).values()]
         if not curves:
             continue
-        label, style = f"{labels[variant]}, lr {lr:g}", list(labels).index(variant)
+        label, style = f"{labels[variant]}, lr {lr:g}", own_styles[variant]
         steps = curves[0][0]
         if all(np.array_equal(curve[0], steps) for curve in curves):
             lines.append(mean_line(label, steps, [curve[1] for curve in curves], style))
@@ -231,8 +245,8 @@ def draw_sweep(
     """
     lrs = sorted({run.lr for run in comparison.runs})
     lines = []
-    for style, (variant, label) in enumerate(labels.items()):
-        factor = factors[variant] if factors else 1.0
+    for variant, style in styles(list(labels)).items():
+        label, factor = labels[variant], factors[variant] if factors else 1.0
         own = [run for run in comparison.runs if run.variant == variant]
         finite = [run for run in own if run.loss is not None]
         # Seeds of the second stage did not run at all learning rates: a mean over them would bend the line.
