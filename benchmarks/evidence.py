@@ -1,6 +1,6 @@
-"""All differences that results/mini.csv shows, by one rule; it writes the tables that list them.
+"""All differences that results/mini.csv shows, by one rule; it writes the tables and pictures that show them.
 
-    python benchmarks/evidence.py            # write the tables of results/experiments.md and of README
+    python benchmarks/evidence.py            # write the tables of results/experiments.md, and two pictures
     python benchmarks/evidence.py --check    # fail if they are not what the rows say
 
 Each variant counts at its own best learning rate, and differences to the baseline are taken seed by seed, as in every
@@ -8,20 +8,30 @@ comparison (symexplin.lab.compare.comparison); symexplin.lab.compare.interval ha
 """
 
 import argparse
+import functools
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.transforms import blended_transform_factory
 
 from symexplin.experiments.results import comparisons
 from symexplin.lab.compare.comparison import Comparison, Row
-from symexplin.lab.compare.interval import BETTER, NO_DIFFERENCE, TOO_FEW, WORSE, Interval
+from symexplin.lab.compare.grid import LABELS
+from symexplin.lab.compare.interval import BETTER, ENOUGH_SEEDS, NO_DIFFERENCE, TOO_FEW, WORSE, Interval
+from symexplin.lab.report.charts import COLORS, GUIDE, STYLE, UNDATED, draw_sweep, sheet, styles
 
 ROOT = Path(__file__).parents[1]
-ROWS, PAGE, README = ROOT / "results/mini.csv", ROOT / "results/experiments.md", ROOT / "README.md"
+ROWS, PAGE, IMAGES = ROOT / "results/mini.csv", ROOT / "results/experiments.md", ROOT / "docs/images"
 TEXTS = {  # by the start of the data's fingerprint
     "ee87088e": "technical English",
     "c9b75369": "Python sources",
@@ -76,11 +86,6 @@ def losses(comparison: Comparison, variant: str) -> tuple[object, ...]:
 def in_seeds(count: int) -> str:
     """Return a number of seeds in words."""
     return f"{count} seed{'s' * (count > 1)}"
-
-
-def ends(interval: Interval) -> str:
-    """Return the 99% interval, "" with too few seeds for one."""
-    return "" if math.isinf(interval.detectable) else f"{interval.low:+.4f} to {interval.high:+.4f}"
 
 
 @dataclass(frozen=True)
@@ -169,98 +174,220 @@ def page(text: str, compared: Sequence[Compared]) -> str:
     return text
 
 
-# The rows of README: what was trained; by column the experiment (table, panel, commit, steps) and its variant.
-COLUMNS = "default", "fixed mismatch", "paper's method"
-WIDTH_1024 = ("width-1024", "1024x1", "44ad1b2", 1500)
-WITH_INIT = ("width-1024-gpu", "1024x12", "354dea9", 1000)
-WITHOUT_INIT = ("width-1024-gpu", "1024x12", "648d882", 1000)
-SHOWN: Mapping[str, Sequence[tuple[tuple[str, str, str, int], str] | None]] = {
-    "width 64, depth 2, 200 steps": (
-        (("widths", "64x2", "ff759b9", 200), "default"),
-        (("widths", "64x2", "7a0cb4d", 200), "default"),
-        (("widths", "64x2", "7a0cb4d", 200), "mismatch"),
-    ),
-    "width 128, depth 2, 700 steps": (
-        (("widths", "128x2", "ff759b9", 700), "default"),
-        (("widths", "128x2", "7a0cb4d", 700), "default"),
-        (("widths", "128x2", "7a0cb4d", 700), "mismatch"),
-    ),
-    "width 256, depth 2, 2,600 steps": (
-        (("widths", "256x2", "ff759b9", 2600), "default"),
-        (("widths", "256x2", "7a0cb4d", 2600), "default"),
-        (("widths", "256x2", "7a0cb4d", 2600), "mismatch"),
-    ),
-    "width 128, depth 2, 10,000 steps": (None, (("lengths", "128x2-10000", "28e925c", 10000), "default"), None),
-    "width 128, depth 4, 600 steps": (
-        (("exp_only", "128x4", "d3fc95d", 600), "exp_only-ff"),
-        (("beta", "128x4", "d3fc95d", 600), "default"),
-        (("exp_only", "128x4", "d3fc95d", 600), "full"),
-    ),
-    "width 128, depth 4, 600 steps, again": ((("control", "128x4", "b3eebc4", 600), "default"), None, None),
-    "width 128, depth 4, 600 steps, technical English": ((("default", "128x4", "ff759b9", 600), "default"), None, None),
-    "width 128, depth 4, 600 steps, technical English, earlier code": (
-        None,
-        (("suite", "128x4", "cc59c74", 600), "carried"),
-        None,
-    ),
-    "width 128, depth 4, 1,800 steps, technical English": (
-        (("default", "128x4", "ff759b9", 1800), "default"),
-        (("default", "128x4", "882d6bf", 1800), "carried"),
-        None,
-    ),
-    "width 1024, depth 1, 1,500 steps": ((WIDTH_1024, "exp"), None, (WIDTH_1024, "paper")),
-    "width 1024, depth 12, 1,000 steps, paper's initialization": (None, None, (WITH_INIT, "paper")),
-    "width 1024, depth 12, 1,000 steps, AdamW's initialization": (
-        (WITHOUT_INIT, "default"),
-        None,
-        (WITHOUT_INIT, "matched"),
-    ),
+# The picture of README: by setting what was trained; for each method the experiment (table, panel, commit, steps) and
+# the variant of it that is this method.
+METHODS = {
+    "default": "default",
+    "paper": "paper's method",
+    "paper-init": "paper's method + init.",
+    "number": "one number per matrix",
+    "qk-bias": "QK-bias AdamW",
+}
+STYLES = styles(["AdamW", *METHODS])
+Key = tuple[str, str, str, int]
+WIDTH_1024: Key = ("width-1024", "1024x1", "44ad1b2", 1500)
+WITH_INIT: Key = ("width-1024-gpu", "1024x12", "354dea9", 1000)
+WITHOUT_INIT: Key = ("width-1024-gpu", "1024x12", "648d882", 1000)
+LAYER_NORM: Key = ("width-1024-start", "1024x12-layer", "ee10189", 1000)
+SHOWN: Mapping[str, Mapping[str, tuple[Key, str]]] = {
+    "width 64, 2 layers, 200 steps": {
+        "default": (("widths", "64x2", "ff759b9", 200), "default"),
+        "paper-init": (("widths", "64x2", "7a0cb4d", 200), "mismatch"),
+    },
+    "width 64, 3 layers, 600 steps": {
+        "number": (("attempts", "64x3", "f8f95e5", 600), "number"),
+        "qk-bias": (("attempts", "64x3", "0df3cb9", 600), "qk-0_1-b5"),
+    },
+    "the same without biases (queries, keys alone)": {
+        "qk-bias": (("attempts", "64x3-no-bias", "fafe4b8", 600), "qk-0_1"),
+    },
+    "width 128, 2 layers, 700 steps": {
+        "default": (("widths", "128x2", "ff759b9", 700), "default"),
+        "paper-init": (("widths", "128x2", "7a0cb4d", 700), "mismatch"),
+    },
+    "width 128, 4 layers, 600 steps": {
+        "default": (("exp_only", "128x4", "d3fc95d", 600), "exp_only-ff"),
+        "paper-init": (("exp_only", "128x4", "d3fc95d", 600), "full"),
+        "number": (("structured_linear", "128x4", "d3fc95d", 600), "linear-global"),
+    },
+    "the same, other runs": {"default": (("control", "128x4", "b3eebc4", 600), "default")},
+    "the same, technical English": {"default": (("default", "128x4", "ff759b9", 600), "default")},
+    "the same, technical English, 1,800 steps": {"default": (("default", "128x4", "ff759b9", 1800), "default")},
+    "width 256, 2 layers, 2,600 steps": {
+        "default": (("widths", "256x2", "ff759b9", 2600), "default"),
+        "paper-init": (("widths", "256x2", "7a0cb4d", 2600), "mismatch"),
+    },
+    "width 1024, 1 layer, 1,500 steps": {
+        "default": (WIDTH_1024, "exp"),
+        "paper": (WIDTH_1024, "matched"),
+        "paper-init": (WIDTH_1024, "paper"),
+        "number": (WIDTH_1024, "number"),
+        "qk-bias": (WIDTH_1024, "qk_all"),
+    },
+    "width 1024, 12 layers, 1,000 steps": {
+        "default": (WITHOUT_INIT, "default"),
+        "paper": (WITHOUT_INIT, "matched"),
+        "number": (WITHOUT_INIT, "number"),
+        "qk-bias": (WITHOUT_INIT, "qk_all"),
+    },
+    "the same, earlier runs": {"paper-init": (WITH_INIT, "paper")},
+    "the same, norms that subtract the mean": {
+        "paper": (LAYER_NORM, "matched"),
+        "paper-init": (LAYER_NORM, "paper"),
+    },
 }
 
 
-def readme_table(compared: Sequence[Compared]) -> str:
-    """Return the evidence table of README."""
-    by_key = {(x.table, x.panel, x.commit, x.steps): comparison for x, comparison in compared if not x.fresh}
-    rows = [f"| trained from scratch | AdamW | {' | '.join(COLUMNS)} | seeds |", "|---|---|---|---|---|---|"]
-    for title, places in SHOWN.items():
-        shown = [place and (by_key[place[0]], place[1]) for place in places]
-        intervals = [one and best(*one).interval for one in shown]
-        cells = [in_words(interval) if interval else "" for interval in intervals]
-        seeds = sorted({len(interval.values) for interval in intervals if interval})
-        baseline = next(one[0].best[0].loss for one in shown if one)
-        rows.append(f"| {title} | {baseline:.4f} | {' | '.join(cells)} | {' to '.join(map(str, seeds))} |")
-    return "\n".join(rows)
+@dataclass(frozen=True)
+class Difference:
+    """A method's losses minus AdamW's by seed; `chose` has the seeds that chose a learning rate of the two."""
+
+    method: str
+    row: Row
+    chose: Collection[int]
+
+    @property
+    def seeds(self) -> dict[int, float]:
+        """The differences."""
+        by_seed = dict(zip(self.row.seeds, self.row.deltas, strict=True))
+        return {seed: delta for seed in sorted(by_seed) if (delta := by_seed[seed]) is not None}
+
+    @property
+    def independent(self) -> list[float]:
+        """Those of the seeds that did not choose, if they are enough for an interval, else none."""
+        fresh = [delta for seed, delta in self.seeds.items() if seed not in self.chose]
+        return fresh if len(fresh) >= ENOUGH_SEEDS else []
+
+    @property
+    def interval(self) -> Interval:
+        """Over the seeds that did not choose, or over all."""
+        return Interval(self.independent or list(self.seeds.values()))
+
+    def __str__(self) -> str:
+        seeds = ", ".join(f"{seed}{'*' * (seed in self.chose)} {delta:+.4f}" for seed, delta in self.seeds.items())
+        return f"{METHODS[self.method]}, lr {self.row.lr:g}: {self.interval}; seeds (* chose): {seeds}"
 
 
-def in_words(interval: Interval) -> str:
-    """Return the mean difference, its interval and the verdict."""
-    between = f" ({ends(interval)})" if ends(interval) else ""
-    return f"{interval.mean:+.4f}{between}, {interval.verdict.removesuffix(' detected')}"
+def chose(comparison: Comparison, variant: str) -> set[int]:
+    """Return the seeds that ran at more than one learning rate, of a variant or of its baseline."""
+    runs = {(run.variant, run.seed, run.lr) for run in comparison.runs}
+    tried = Counter((name, seed) for name, seed, _ in runs)
+    return {seed for (name, seed), count in tried.items() if count > 1 and name in (variant, comparison.baseline)}
 
 
-def with_table(text: str, table: str) -> str:
-    """Return README with its evidence table replaced, the one that begins with these words."""
-    pattern = re.compile(r"^\| trained from scratch \|.*?\n(?=\n)", re.MULTILINE | re.DOTALL)
-    changed, count = pattern.subn(lambda _: table + "\n", text)
-    if count != 1:
-        raise SystemExit(f"{README} must have one table that begins with '| trained from scratch |', has {count}")
-    return changed
+class Picture(NamedTuple):
+    """A figure, and in words the numbers that it shows, by which the file is checked."""
+
+    figure: Figure
+    numbers: str
+
+    def save(self, path: Path) -> None:
+        """Write an SVG whose description has the numbers; its paths may differ with the version of matplotlib."""
+        self.figure.savefig(path, metadata={**UNDATED, "Description": self.numbers})
+
+
+def numbers_of(path: Path) -> str | None:
+    """Return the numbers of a picture's file."""
+    return ElementTree.parse(path).findtext(".//{http://purl.org/dc/elements/1.1/}description")
+
+
+LOW, HIGH = -0.27, 0.25  # of the axis; what lies outside is written
+HEADING, LINE = 0.27, 0.19  # inches
+SIZE = 10  # points
+LOOKS: Mapping[str, Mapping[str, Any]] = {
+    "seed that did not choose a learning rate": {"marker": "o", "linestyle": ""},
+    "seed that also chose one": {"marker": "o", "linestyle": "", "markerfacecolor": "white"},
+    "99% interval over seeds that did not choose": {"linewidth": 5, "alpha": 0.4},
+    "over all seeds, where fewer than three did not": {"linewidth": 1.2, "linestyle": (0, (3, 2))},
+}
+
+
+def forest(compared: Sequence[Compared]) -> Picture:
+    """Draw how the methods of SHOWN differ from AdamW."""
+    by_key = {(x.table, x.panel, x.commit, x.steps): comparison for x, comparison in compared}
+    figure = Figure(figsize=(5.6, 9.9))
+    axes = figure.add_axes((0.35, 0.158, 0.545, 0.819))
+    write = functools.partial(axes.text, transform=blended_transform_factory(figure.transFigure, axes.transData))
+    y, numbers = 0.0, []
+    for setting, places in SHOWN.items():
+        y += HEADING
+        loss = by_key[next(iter(places.values()))[0]].best[0].loss
+        write(0.01, y, setting, weight="bold", va="center", fontsize=SIZE)
+        write(0.99, y, f"AdamW {loss:.3f}", ha="right", va="center", fontsize=SIZE)
+        numbers.append(f"{setting}: AdamW {loss:.4f}")
+        for method, (key, variant) in places.items():
+            y += LINE
+            difference = Difference(method, best(by_key[key], variant), chose(by_key[key], variant))
+            write(0.03, y, METHODS[method], va="center", fontsize=SIZE)
+            write(0.99, y, minus(f"{difference.interval.mean:+.3f}"), ha="right", va="center", fontsize=SIZE)
+            draw_difference(axes, y, difference)
+            numbers.append(str(difference))
+    axes.axvline(0.0, color=COLORS[STYLES["AdamW"]], linewidth=1.2, zorder=1)
+    axes.set(xlim=(LOW, HIGH), ylim=(y + HEADING, 0.0), yticks=[])
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(labelsize=SIZE)
+    axes.set_xlabel("held-out loss minus AdamW's: nats per byte,\nat width 1024 per token", fontsize=SIZE)
+    axes.text(-0.012, -0.06, "← better than AdamW", ha="right", fontsize=SIZE)
+    axes.text(0.012, -0.06, "worse →", fontsize=SIZE)
+    write(0.99, -0.06, "mean", ha="right", fontsize=SIZE)
+    for label, look in LOOKS.items():
+        axes.plot([], [], color=GUIDE, label=label, **look)
+    figure.legend(loc="lower left", bbox_to_anchor=(0.01, 0.005), ncols=1, fontsize=SIZE)
+    return Picture(figure, "\n".join(numbers))
+
+
+def draw_difference(axes: Axes, y: float, difference: Difference) -> None:
+    """Draw a dot for each seed and a bar for the interval, if there is one."""
+    color, interval = COLORS[STYLES[difference.method] % len(COLORS)], difference.interval
+    full, hollow, solid, dashed = LOOKS.values()
+    if not math.isinf(interval.detectable):
+        look = solid if difference.independent else dashed
+        axes.plot([interval.low, interval.high], [y, y], color=color, solid_capstyle="butt", zorder=2, **look)
+    for seed, delta in difference.seeds.items():
+        look = hollow if seed in difference.chose else full
+        axes.plot([delta], [y], color=color, markersize=4.5, markeredgewidth=1.1, zorder=3, **look)
+    if beyond := sorted(delta for delta in difference.seeds.values() if delta > HIGH):
+        words = f"{beyond[0]:+.2f} to {beyond[-1]:+.2f} →"
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+        axes.text(HIGH, y, words, color=color, ha="right", va="center", fontsize=SIZE, bbox=box)
+
+
+def minus(number: str) -> str:
+    """Return a number with the sign that is as wide as a plus."""
+    return number.replace("-", "\N{MINUS SIGN}")
+
+
+def rates(compared: Sequence[Compared]) -> Picture:
+    """Draw the final loss by learning rate with one layer of width 1024: lines are seed 0, points all seeds."""
+    names = {"AdamW": "AdamW", "exp": "default", "paper": "paper-init", "number": "number", "qk_all": "qk-bias"}
+    (whole,) = (comparison for x, comparison in compared if (x.table, x.panel, x.commit, x.steps) == WIDTH_1024)
+    runs = [replace(run, variant=names[run.variant]) for run in whole.runs if run.variant in names]
+    runs.sort(key=lambda run: (list(names.values()).index(run.variant), run.lr, run.seed))
+    others = tuple(seed for seed in whole.seeds if seed)
+    figure, (axes,) = sheet(1, 1, (5.4, 5.2))
+    one = Comparison(tuple(runs), "AdamW", confirm_seeds=others, unit="nats per token")
+    labels = {"AdamW": "AdamW"} | METHODS | LABELS
+    draw_sweep(axes, "", one, {name: labels[name] for name in names.values()})
+    return Picture(figure, "\n".join(f"{run.variant}, lr {run.lr:g}, seed {run.seed}: {run.loss:.4f}" for run in runs))
 
 
 def main() -> None:
-    """Write or check both files."""
+    """Write or check the page and the pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing, and fail if a file is not up to date")
     options = parser.parse_args()
     compared = experiments()
-    wanted = {PAGE: page(PAGE.read_text(), compared), README: with_table(README.read_text(), readme_table(compared))}
-    stale = [path for path, text in wanted.items() if path.read_text() != text]
-    for path in stale:
-        if options.check:
-            print(f"{path.relative_to(ROOT)} is not up to date: run python benchmarks/evidence.py", file=sys.stderr)
-        else:
-            path.write_text(wanted[path])
-    sys.exit(bool(stale) and options.check)
+    text = page(PAGE.read_text(), compared)
+    with mpl.rc_context(STYLE):
+        pictures = {IMAGES / "evidence.svg": forest(compared), IMAGES / "width-1024.svg": rates(compared)}
+        if not options.check:
+            PAGE.write_text(text)
+            for path, picture in pictures.items():
+                picture.save(path)
+    stale = [path for path, picture in pictures.items() if numbers_of(path) != picture.numbers]
+    for path in [PAGE] * (PAGE.read_text() != text) + stale:
+        print(f"{path.relative_to(ROOT)} is not up to date: run python benchmarks/evidence.py", file=sys.stderr)
+    sys.exit(bool(stale) or PAGE.read_text() != text)
 
 
 if __name__ == "__main__":

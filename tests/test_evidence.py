@@ -1,5 +1,6 @@
-"""benchmarks/evidence.py: the rule for words, and that README and the page of experiments follow it."""
+"""benchmarks/evidence.py: the rule for words, and that the page of experiments and the pictures follow it."""
 
+import csv
 import math
 import re
 import subprocess
@@ -19,7 +20,7 @@ def evidence():
     return load(ROOT / "benchmarks/evidence.py")
 
 
-def test_readme_and_the_page_of_experiments_are_what_the_rows_say():
+def test_the_page_of_experiments_and_the_pictures_are_what_the_rows_say():
     command = [sys.executable, ROOT / "benchmarks/evidence.py", "--check"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
@@ -70,3 +71,46 @@ def test_words_need_an_interval_on_one_side_of_zero(evidence, tmp_path):
     mean = sum(values) / 3
     error = math.sqrt(sum((value - mean) ** 2 for value in values) / 2 / 3)
     assert words["same"].detectable == pytest.approx(9.924843 * error)  # Student's t at 99.5%, two degrees of freedom
+
+
+def test_a_setting_has_one_baseline(evidence):
+    by_key = {(x.table, x.panel, x.commit, x.steps): comparison for x, comparison in evidence.experiments()}
+    for setting, places in evidence.SHOWN.items():
+        found = {evidence.losses(by_key[key], by_key[key].baseline) for key, _ in places.values()}
+        assert len(found) == 1, setting
+
+
+def test_drawn_are_the_seeds_and_the_interval_over_those_that_did_not_choose(evidence):
+    losses, lrs = {}, {}
+    with evidence.ROWS.open(newline="") as lines:
+        for row in csv.DictReader(lines):
+            if (row["table"], row["commit"][:7]) == ("width-1024", "44ad1b2") and row["variant"] in ("AdamW", "paper"):
+                lrs.setdefault(int(row["seed"]), set()).add(row["lr"])
+                if row["lr"] == "0.001":  # the best one of both
+                    losses[row["variant"], int(row["seed"])] = float(row["final_loss"])
+    deltas = {seed: losses["paper", seed] - losses["AdamW", seed] for seed in range(6)}
+    own = [deltas[seed] for seed in range(6) if len(lrs[seed]) == 1]
+    assert len(own) == 3
+    mean = sum(own) / 3
+    half = 9.924843 * math.sqrt(sum((delta - mean) ** 2 for delta in own) / 2 / 3)  # Student's t, as above
+
+    (axes,) = evidence.forest(evidence.experiments()).figure.axes
+    bars = [
+        line for line in axes.lines if list(line.get_xdata()) == pytest.approx([mean - half, mean + half], abs=1e-6)
+    ]
+    (bar,) = (line for line in bars if line.get_linestyle() == "-")
+    y = bar.get_ydata()[0]
+    dots = [line for line in axes.lines if list(line.get_ydata()) == [y]]
+    assert sorted(dot.get_xdata()[0] for dot in dots) == pytest.approx(sorted(deltas.values()))
+    full = [dot.get_xdata()[0] for dot in dots if dot.get_markerfacecolor() != "white"]
+    assert full == pytest.approx(own)
+
+
+def test_a_picture_repeats_and_carries_its_numbers(evidence, tmp_path):
+    with evidence.mpl.rc_context(evidence.STYLE):
+        for name in ("a", "b"):
+            picture = evidence.rates(evidence.experiments())
+            picture.save(tmp_path / f"{name}.svg")
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    assert evidence.numbers_of(tmp_path / "a.svg") == picture.numbers
+    assert "qk-bias, lr 0.001, seed 2: 3.7" in picture.numbers
