@@ -15,6 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from symexplin.config import SELConfig
 from symexplin.experiments.figures.sources import Probe, is_run, map_words, probe, run_config, run_of, weights_of
+from symexplin.lab.compare.grid import BASELINE, LABELS
 from symexplin.lab.inspect import Row, curved_matrices, inspect_file, xavier_bound
 from symexplin.lab.report.charts import GUIDE_LINE, Floats, Line, outline, panel, sheet
 
@@ -128,40 +129,43 @@ def _place(name: str) -> tuple[int, str]:
 
 def raw_effective(sources: Sequence[Path]) -> Figure:
     """Draw weights of the baseline against raw and effective ones, at the start and at the newest checkpoint."""
-    baseline, curved, words = _pair(sources)
+    baseline, curved, name, words = _pair(sources)
     figure, (left, right) = sheet(2, 2, (5.4, 4.2), title=words)
-    _draw_histograms(left, {"baseline": baseline.pooled("initial"), "SEL, effective": curved.pooled("initial")})
+    start = {BASELINE: baseline.pooled("initial"), f"{name}, effective": curved.pooled("initial")}
+    _draw_histograms(left, start)
     panel(left, "At the start", "weight", _DENSITY)
-    _draw_end(right, baseline, curved)
+    _draw_end(right, baseline, curved, name)
     return figure
 
 
 def idea(sources: Sequence[Path]) -> Figure:
     """Draw the map of a run from its raw to its effective weights, and what it makes of their distribution."""
-    baseline, curved, words = _pair(sources)
+    baseline, curved, name, words = _pair(sources)
     raw, effective = curved.pooled("raw"), curved.pooled("effective")
     order = np.argsort(raw)
     ends = [float(raw.min()), float(raw.max())]
     figure, (left, right) = sheet(2, 2, (5.4, 4.2), title=words)
-    lines = [Line("without a map", ends, ends, kind="guide"), Line("SEL", raw[order], effective[order], 1)]
+    lines = [Line("without a map", ends, ends, kind="guide"), Line(name, raw[order], effective[order], 1)]
     panel(left, "The map", "raw weight, which is trained", "effective weight, in the model", lines)
-    _draw_end(right, baseline, curved)
+    _draw_end(right, baseline, curved, name)
     return figure
 
 
-def _pair(sources: Sequence[Path]) -> tuple[Probe, Probe, str]:
-    """Return the weights of a run on ordinary weights and of a curved one, and the map in words."""
+def _pair(sources: Sequence[Path]) -> tuple[Probe, Probe, str, str]:
+    """Return the weights of a run on ordinary weights and of a curved one, its name and its map in words."""
     folders = run_of(sources[0], curved=False), run_of(sources[-1], curved=True)
     plain, curved = (map_words(run_config(folder)) for folder in folders)
     if plain or not curved:
         given = " and ".join(repr(str(folder)) for folder in folders)
         raise ValueError(f"sources must be a run on ordinary weights, then a curved one, got {given}")
-    return probe(folders[0]), probe(folders[1]), curved
+    preset = run_config(folders[1]).sel.preset
+    name = {"default": "the default", **LABELS}.get(preset, preset)
+    return probe(folders[0]), probe(folders[1]), name, curved
 
 
-def _draw_end(axes: Axes, baseline: Probe, curved: Probe) -> None:
-    end = {"baseline": baseline.pooled("effective"), "SEL, effective": curved.pooled("effective")}
-    _draw_histograms(axes, end | {"SEL, raw": curved.pooled("raw")})
+def _draw_end(axes: Axes, baseline: Probe, curved: Probe, name: str) -> None:
+    end = {BASELINE: baseline.pooled("effective"), f"{name}, effective": curved.pooled("effective")}
+    _draw_histograms(axes, end | {f"{name}, raw": curved.pooled("raw")})
     panel(axes, f"At step {curved.step:,}", "weight", _DENSITY)
 
 
