@@ -105,7 +105,7 @@ print(f"difference {difference.mean():+.3f}, 99% interval {low:+.3f} to {high:+.
 # %% [markdown]
 # If the interval contains zero, these runs detect no difference, whichever way its mean points. Three seeds of so small
 # a model detect only large ones. `symexplin compare` does the same with more seeds, and
-# [where it helps](../explanation/where-it-helps.md) has the results.
+# [evidence](../explanation/evidence.md) has the results.
 #
 # ## The weights
 #
