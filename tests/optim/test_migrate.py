@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from torch.optim import lr_scheduler
 
 import symexplin as sel
 from networks import strong
@@ -145,12 +146,41 @@ def test_scales_count_their_own_updates_after_a_switch(dtype):
     assert moved.median() == pytest.approx(group["lr"] * group["k_e"][0], rel=1e-3)
 
 
-def test_a_schedule_goes_on_after_the_way_back():
+SCHEDULES = {
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 8, 1.0)),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 10),
+    "linear": lambda optimizer: lr_scheduler.LinearLR(optimizer, 0.1, total_iters=8),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=10),
+    "sequence": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.CosineAnnealingLR(optimizer, 6)],
+        [4],
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_a_schedule_goes_on_after_the_way_back(schedule):
+    """As docs/how-to/loop.md says; a new scheduler sets the rates of step 0, and some go on from these."""
+
+    def rates(optimizer, scheduler, steps):
+        seen = []
+        for _ in range(steps):
+            seen.append([(group["lr"], group["betas"]) for group in optimizer.param_groups])
+            train(model, optimizer, 1)
+            scheduler.step()
+        return seen
+
     model = network()
     optimizer = fresh(model, MAPS["default"])
-    old = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-    for _ in range(3):
-        train(model, optimizer, 1)
-        old.step()
-    new = torch.optim.lr_scheduler.LambdaLR(sel.to_adamw(optimizer), lambda step: 1.0 / (1 + step), last_epoch=2)
-    assert new.get_last_lr() == old.get_last_lr()
+    expected = rates(optimizer, schedule(optimizer), 9)
+    model = network()
+    optimizer = fresh(model, MAPS["default"])
+    old = schedule(optimizer)
+    seen = rates(optimizer, old, 3)
+    adamw = sel.to_adamw(optimizer)
+    new = schedule(adamw)
+    new.load_state_dict(old.state_dict())
+    for group, old_group in zip(adamw.param_groups, optimizer.param_groups, strict=True):
+        group.update({key: old_group[key] for key in ("lr", "betas")})
+    assert seen + rates(adamw, new, 6) == expected
