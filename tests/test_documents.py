@@ -67,7 +67,24 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
             compile(text, str(page), "exec")
             continue
         exec(compile(text, str(page), "exec"), names)
-    capsys.readouterr()
+    printed = capsys.readouterr().out.splitlines()
+    if page.parent.name == "tutorials":
+        for line in shown(page):
+            assert any(agrees(line, other) for other in printed), line
+
+
+def shown(page):
+    """Return the lines that a page shows as the output of its Python."""
+    text = page.read_text(encoding="utf-8")
+    found = re.findall(r"^```python\n.*?^```\n\n((?:    [^\n]*\n)+)", text, re.DOTALL | re.MULTILINE)
+    return [line.strip() for block in found for line in block.splitlines() if line.strip() != "..."]
+
+
+def agrees(line, other):
+    """Whether two lines are alike, with losses that differ by at most 5%."""
+    loss = re.compile(r"(?<=loss: )[\d.]+")
+    numbers = [float(number) for text in (line, other) for number in loss.findall(text)]
+    return loss.sub("", line) == loss.sub("", other.strip()) and numbers[:1] == pytest.approx(numbers[1:], rel=0.05)
 
 
 def commands(page):
