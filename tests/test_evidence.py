@@ -93,7 +93,7 @@ def test_drawn_are_the_seeds_and_the_interval_over_those_that_did_not_choose(evi
     own = [deltas[seed] for seed in range(6) if len(lrs[seed]) == 1]
     assert own == list(deltas.values())[1:]
     mean = sum(own) / 5
-    half = 4.604095 * math.sqrt(sum((delta - mean) ** 2 for delta in own) / 4 / 5)  # Student's t, four degrees of freedom
+    half = 4.604095 * math.sqrt(sum((delta - mean) ** 2 for delta in own) / 4 / 5)  # Student's t, as above
 
     (axes,) = evidence.forest(evidence.experiments()).figure.axes
     bars = [

@@ -14,7 +14,8 @@ __all__ = ["from_adamw", "to_adamw"]
 
 # The power of f' that multiplies each moment in a change of coordinates.
 _POWERS = {"exp_avg": 1, "exp_avg_sq": 2}
-_SETTINGS = ("lr", "initial_lr", "betas", "eps", "weight_decay")  # initial_lr is a scheduler's
+_SETTINGS = ("lr", "betas", "eps", "weight_decay")
+_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")  # torch's keep them in the groups
 
 
 @torch.inference_mode(False)
@@ -73,15 +74,18 @@ def from_adamw(optimizer: SELAdamW, adamw: torch.optim.Adam) -> None:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def to_adamw(optimizer: SELAdamW) -> torch.optim.AdamW:
+def to_adamw(optimizer: SELAdamW, *schedulers: Any) -> torch.optim.AdamW:
     """Return a `torch.optim.AdamW` over the same parameters that continues from the state of `optimizer`.
+
+    `schedulers` are those of `optimizer`, from `torch.optim.lr_scheduler` or transformers. From now on they set the
+    learning rates of the new optimizer, where they are in their course.
 
     Each group keeps its learning rate, betas, eps and weight decay. Moments of raw weights and biases are divided by
     f' and f'^2 (:func:`from_adamw`); they are 0 where f' is 0. The model's weights are unchanged. The scales are lost.
     For half-precision parameters torch's AdamW has no master copy, and its moments have half precision.
 
     Raises:
-        ValueError: another rule than SELAdamW's.
+        ValueError: another rule than SELAdamW's, or a scheduler of another optimizer.
 
     >>> import symexplin as sel
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
@@ -94,13 +98,25 @@ def to_adamw(optimizer: SELAdamW) -> torch.optim.AdamW:
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         named = zip(group["param_names"], group["params"], strict=True) if "param_names" in group else group["params"]
-        groups.append({"params": list(named), **{key: group[key] for key in _SETTINGS if key in group}})
+        kept = {key: group[key] for key in (*_SETTINGS, *_OF_SCHEDULERS) if key in group}
+        groups.append({"params": list(named), **kept})
     adamw = torch.optim.AdamW(groups)
     for entry in optimizer.entries():
         adamw.state[entry.parameter] = {"step": entry.state["step"].clone()} | {
             name: _ordinary(entry, name, power) for name, power in _POWERS.items()
         }
+    for scheduler in schedulers:
+        _hand_over(scheduler, optimizer, adamw)
     return adamw
+
+
+def _hand_over(scheduler: Any, old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> None:
+    """Let a scheduler, and those that it consists of, set the rates of another optimizer with the same groups."""
+    if getattr(scheduler, "optimizer", None) is not old:
+        raise ValueError(f"schedulers must be learning-rate schedulers of optimizer, got {type(scheduler).__name__}")
+    scheduler.optimizer = new
+    for part in getattr(scheduler, "_schedulers", ()):
+        _hand_over(part, old, new)
 
 
 def _ordinary(entry: Entry, name: str, power: int) -> Tensor:

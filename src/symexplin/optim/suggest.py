@@ -12,8 +12,8 @@ from symexplin.validation import check_positive, naming, warn
 
 __all__ = ["suggest_lr", "warn_of_scales"]
 
-# At 0.15 a run of 200 steps was chaotic: one unit of rounding grew to 0.4 of the weights (results/log.md, 2026-11-21). At
-# the paper's 0.015 it did not.
+# At 0.15 a run of 200 steps was chaotic: one unit of rounding grew to 0.4 of the weights (results/log.md, 2026-11-21).
+# At the paper's 0.015 it did not.
 _CHAOTIC = 0.1
 
 
