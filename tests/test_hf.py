@@ -168,6 +168,8 @@ def test_misuse(tmp_path, monkeypatch):
     args = arguments(tmp_path)
     with pytest.raises(ValueError, match=r"args\.optim must be left at its default, got 'adafactor'"):
         sel.hf.setup(arguments(tmp_path, optim="adafactor"))
+    with pytest.raises(ValueError, match=f"args must be TrainingArguments, got {type(tiny()).__name__}"):
+        sel.hf.setup(tiny())
     with pytest.raises(ValueError, match="nothing to curve"):
         trainer(args, tiny().requires_grad_(False)).train()
     setup = sel.hf.setup(args)

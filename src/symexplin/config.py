@@ -116,6 +116,14 @@ class Scale:
     rank: int = 8
     transform: str = "none"
 
+    def __repr__(self) -> str:
+        """Return the call that makes an equal one.
+
+        >>> Scale("row", k=(50, 8))
+        Scale(pattern='row', k=(50.0, 8.0))
+        """
+        return _call(self)
+
     def __post_init__(self) -> None:
         """Check every field and turn single multipliers into pairs."""
         check_choice("pattern", self.pattern, PATTERNS)
@@ -196,11 +204,21 @@ class SELConfig:
     exclude: tuple[str, ...] = ()
     seed: int = 0
 
+    def __repr__(self) -> str:
+        """Return the call that makes an equal one.
+
+        >>> SELConfig(beta=7.5, e=Scale("row"))
+        SELConfig(beta=7.5, e=Scale(pattern='row'))
+        """
+        return _call(self)
+
     def __post_init__(self) -> None:
         """Check every field."""
         if self.beta != "auto":
             if isinstance(self.beta, str):
-                raise ValueError(f"beta must be a positive number or 'auto', got {self.beta!r}")
+                raise ValueError(
+                    f"beta must be a positive number or 'auto', got {self.beta!r}; symexplin.preset has maps by name"
+                )
             object.__setattr__(self, "beta", check_positive("beta", self.beta))
         check_choice("mode", self.mode, MODES)
         check_choice("curvature", self.curvature, CURVATURES)
@@ -259,18 +277,18 @@ class SELConfig:
         """Return (k0, k1) of every learned scale at the optimizer's peak learning rate `lr`."""
         return {role: getattr(self, role).multiplier(lr) for role in self.learned_roles}
 
-    def describe(self, rates: bool = False, start: str | None = None) -> str:
+    def describe(self, rates: bool = False, start: str = "") -> str:
         """Return the map in words: its form, and the scales that are learned or have an unusual initial value.
 
-        `rates` adds the learning rates of the scales. For mode "mismatch" the text ends with the `start` ("matched",
-        "mismatched", or "" to say none), by default with a reminder that the paper's start is a separate step.
+        `rates` adds the learning rates of the scales. For mode "mismatch" the text ends with the `start`, "matched" or
+        "mismatched", where it is known: the map does not tell whether :func:`symexplin.init_` was called.
 
         >>> SELConfig().resolve(256).describe()
         'exp_only, beta 3.75'
         >>> SELConfig(beta=7.5, mode="congruent", e=Scale("row_col_mult"), l=Scale(start=2)).describe()
         'congruent, beta 7.5, l 2, e learned (row_col_mult)'
         >>> SELConfig(mode="mismatch").describe()
-        "mismatch, beta auto, matched start (the paper's: symexplin.init_ before)"
+        'mismatch, beta auto'
         >>> SELConfig(mode="mismatch").describe(start="mismatched")
         'mismatch, beta auto, mismatched start'
         """
@@ -292,8 +310,8 @@ class SELConfig:
         for how, roles in learned.items():
             names = " and ".join(filter(None, [", ".join(roles[:-1]), roles[-1]]))
             words.append(f"{names} learned ({how})")
-        if self.mode == "mismatch" and start != "":
-            words.append(f"{start} start" if start else "matched start (the paper's: symexplin.init_ before)")
+        if self.mode == "mismatch" and start:
+            words.append(f"{start} start")
         return ", ".join(words)
 
     def to_dict(self) -> dict[str, Any]:
@@ -318,6 +336,13 @@ class SELConfig:
             check_choice("key", key, names)
         fields: dict[str, Any] = {key: _scale(key, v) if key in SCALE_ROLES else v for key, v in values.items()}
         return cls(**fields)
+
+
+def _call(instance: SELConfig | Scale) -> str:
+    """Return a call with the fields that differ from their defaults."""
+    values = [(f.name, getattr(instance, f.name), f.default) for f in dataclasses.fields(instance)]
+    given = [f"{name}={value!r}" for name, value, default in values if value != default]
+    return f"{type(instance).__name__}({', '.join(given)})"
 
 
 def _check_scale(role: str, scale: object) -> None:

@@ -57,8 +57,9 @@ def setup(
             `betas` and `eps` replace those of `args`.
 
     Raises:
-        ValueError: another optimizer in `args.optim`. At the start of training: a Trainer with other arguments;
-            DeepSpeed or FSDP1, which flatten parameters; the errors of :func:`symexplin.param_groups`.
+        ValueError: `args` of another type, or another optimizer in `args.optim`. At the start of training: a Trainer
+            with other arguments; DeepSpeed or FSDP1, which flatten parameters; the errors of
+            :func:`symexplin.param_groups`.
 
     >>> import tempfile
     >>> from transformers import TrainingArguments
@@ -66,6 +67,8 @@ def setup(
     >>> sorted(setup(args))
     ['args', 'callbacks', 'optimizer_cls_and_kwargs']
     """
+    if not isinstance(args, TrainingArguments):
+        raise ValueError(f"args must be TrainingArguments, got {type(args).__name__}")
     name = str(getattr(args.optim, "value", args.optim))
     if name not in _DEFAULT_OPTIMIZERS:
         raise ValueError(

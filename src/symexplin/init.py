@@ -9,7 +9,7 @@ from symexplin.config import SELConfig
 from symexplin.curve import Curved, Map, stack_dims
 from symexplin.routes import check_values, routing
 from symexplin.transform import compute_dtype
-from symexplin.validation import naming
+from symexplin.validation import check_flag, naming
 
 __all__ = ["init_"]
 
@@ -20,10 +20,17 @@ def init_(
 ) -> nn.Module:
     """Initialize the curved parameters of a plain `model` as the paper does, in place, and return it (section 4.3).
 
-    Weights become Xavier-uniform; biases keep their values. For mode "mismatch" every weight and
-    bias t then becomes ``mismatch(congruent_inverse(t))``: positive ones keep their value, negative ones lose 2 |L|.
-    So weights have a positive mean, and with several wide blocks the hidden states of all positions start alike, unless
-    the norms subtract the mean, as nn.LayerNorm does and nn.RMSNorm does not.
+    It replaces every curved linear weight by a Xavier-uniform one; biases keep their values. In a GPT-2 this raises the
+    standard deviation from 0.02 to as much as 0.18 and loses the scaled initialization of residual projections. For
+    mode "mismatch" every weight and bias t then becomes ``mismatch(congruent_inverse(t))``: positive ones keep their
+    value, negative ones lose 2 |L|. So weights have a positive mean, and with several wide blocks the hidden states of
+    all positions start alike, unless the norms subtract the mean, as nn.LayerNorm does and nn.RMSNorm does not.
+
+    At width 1024 with RMSNorm, this step, compared with the paper's method without it, raised the final loss by 0.015
+    with one block (one seed). With twelve blocks the method ended 0.70 to 1.01 above AdamW with it, and 0.036 below
+    without it. With norms that subtract the mean it changed the loss of twelve blocks by +0.013, +0.004 and -0.046
+    (three seeds). ``benchmarks/start.py`` shows before training how alike the states of a model of your size are.
+
     Call it once, before training, and build the optimizer afterwards::
 
         config = sel.preset("paper")
@@ -33,7 +40,7 @@ def init_(
     Args:
         model: a plain model; what :func:`symexplin.routing` leaves plain does not change.
         config: the map.
-        xavier: initialize the weights. False: start from the current ones.
+        xavier: replace the weights. False: start from the current ones.
         generator: random generator of the initialization. None: torch's global one.
 
     Raises:
@@ -45,6 +52,7 @@ def init_(
     >>> bool(layer.weight.max() > -layer.weight.min())
     True
     """
+    check_flag("xavier", xavier)
     table = routing(model, config)
     if not table.curved:
         raise ValueError(f"model has nothing to curve (initialize a model before `convert`):\n{table}")

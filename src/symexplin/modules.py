@@ -19,8 +19,9 @@ from torch._subclasses.fake_tensor import is_fake
 from symexplin.config import SELConfig, check_config
 from symexplin.curve import Curved, CurvedBase, Map, ScaleTensor
 from symexplin.effective import READ_ONLY, curved_linear, curved_of, effective, read_only
-from symexplin.routes import routing
-from symexplin.validation import naming
+from symexplin.presets import refuse_map
+from symexplin.routes import check_model, routing
+from symexplin.validation import check_flag, naming
 
 __all__ = ["CurvedModule", "SELLinear", "convert", "fold"]
 
@@ -157,6 +158,9 @@ class SELLinear(CurvedModule, nn.Linear):
         in_features, out_features, bias, device, dtype: as in `nn.Linear`, whose initial weights it keeps.
         config: the map; include and exclude are ignored. The width is the larger of both sizes.
 
+    Raises:
+        ValueError: bias is not True or False, or config is no SELConfig.
+
     >>> layer = SELLinear(8, 4)
     >>> layer(torch.zeros(2, 8)).shape, layer.raw_weight.shape
     (torch.Size([2, 4]), torch.Size([4, 8]))
@@ -177,7 +181,8 @@ class SELLinear(CurvedModule, nn.Linear):
         *,
         config: SELConfig | None = None,
     ) -> None:
-        plain = nn.Linear(in_features, out_features, bias, device, dtype)
+        refuse_map("bias", bias)
+        plain = nn.Linear(in_features, out_features, check_flag("bias", bias), device, dtype)
         config = dataclasses.replace(check_config(config), include=(), exclude=())
         self.__dict__ = convert(plain, config).__dict__
 
@@ -336,6 +341,7 @@ def fold(model: nn.Module) -> nn.Module:
     >>> torch.equal(fold(nn.Sequential(layer))[0].weight, layer.weight)
     True
     """
+    check_model(model)
     known: dict[int, nn.Parameter] = {}
     curved = []
     for path, module in model.named_modules():

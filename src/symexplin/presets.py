@@ -6,7 +6,7 @@ from typing import Any
 from symexplin.config import SCALE_ROLES, Scale, SELConfig
 from symexplin.validation import check_choice
 
-__all__ = ["IDENTITY", "PRESETS", "preset"]
+__all__ = ["IDENTITY", "PRESETS", "preset", "refuse_map"]
 
 IDENTITY = SELConfig(mode="linear", beta=1.0)  # the map whose raw weights are the weights
 
@@ -64,3 +64,16 @@ def preset(name: str, /, **overrides: Any) -> SELConfig:
         merged = key in SCALE_ROLES and isinstance(value, Mapping)
         fields[key] = {**fields[key], **value} if merged else value
     return SELConfig.from_dict(fields)
+
+
+def refuse_map(name: str, value: object) -> None:
+    """Raise ValueError if the argument called `name` is a map or the name of one.
+
+    >>> refuse_map("lr", "paper")
+    Traceback (most recent call last):
+    ValueError: lr must not be a map, got 'paper': pass config=symexplin.preset('paper')
+    """
+    if isinstance(value, SELConfig):
+        raise ValueError(f"{name} must not be a map, got a SELConfig: pass it as config=...")
+    if isinstance(value, str) and value in PRESETS:
+        raise ValueError(f"{name} must not be a map, got {value!r}: pass config=symexplin.preset({value!r})")

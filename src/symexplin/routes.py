@@ -12,7 +12,7 @@ from symexplin.curve import CurvedBase, Map, fans, is_weight
 from symexplin.heads import plain_parameters
 from symexplin.patterns import by_name, check_patterns, first_match
 from symexplin.transform import check_invertible
-from symexplin.validation import plain
+from symexplin.validation import check_not_negative, plain
 
 __all__ = ["Rate", "Route", "Routing", "check_model", "check_values", "routing"]
 
@@ -33,8 +33,8 @@ class Route:
     curved: bool
     reason: str
     axes: str = ""  # of a curved parameter, see symexplin.curve
-    lr: Any = None  # None: the optimizer's
-    weight_decay: Any = None
+    lr: float | None = None  # None: the optimizer's
+    weight_decay: float | None = None
 
     @property
     def is_weight(self) -> bool:
@@ -72,7 +72,7 @@ class Routing:
         return tuple(route for route in self.routes if route.curved)
 
     def __str__(self) -> str:
-        columns = {
+        columns: dict[str, list[Any]] = {
             "parameter": [r.name for r in self.routes],
             "shape": ["x".join(map(str, r.parameter.shape)) or "scalar" for r in self.routes],
             "": ["curved" if r.curved else "plain" for r in self.routes],
@@ -181,7 +181,7 @@ def routing(
         no_decay = check_patterns("no_decay", no_decay or (), own)
     elif no_decay != "usual":
         raise ValueError(f"no_decay must be a sequence of patterns, or 'usual', got the string {no_decay!r}")
-    rates, decays = by_name("lr", plain(lr), own), by_name("weight_decay", plain(weight_decay), own)
+    rates, decays = _rates("lr", lr, own), _rates("weight_decay", weight_decay, own)
     candidates = _candidates(whole)
     routes = []
     for position, (name, parameter) in enumerate(whole.named_parameters()):
@@ -193,6 +193,12 @@ def routing(
     inside = {id(parameter) for parameter in model.parameters()}
     of_model = tuple(route for route in routes if id(route.parameter) in inside)
     return Routing(of_model, config if width is None else check_invertible(config.resolve(width)), width)
+
+
+def _rates(argument: str, value: Rate | None, names: Sequence[str]) -> dict[str, float | None]:
+    """Return the rate of every name."""
+    rates = by_name(argument, plain(value), names)
+    return {name: None if rate is None else check_not_negative(argument, rate) for name, rate in rates.items()}
 
 
 def _width(routes: Sequence[Route], candidates: Mapping[int, _Candidate]) -> int | None:

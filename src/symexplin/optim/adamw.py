@@ -51,12 +51,12 @@ class SELAdamW(RawSpaceOptimizer):
             maps in closed form (mode "exp_only", "sinh" or "linear" with fixed scales) and plain parameters.
         max_grad_norm: clip raw gradients to this global norm; None: do not clip. Clipping the model's `.grad` would
             clip effective gradients. `grad_norm` is the norm of the last step.
-        others: torch's switches (`foreach`, `fused`, `maximize`, ...), which may be off.
+        others: torch's switches (`amsgrad`, `capturable`, `differentiable`, `maximize`), which may be off.
 
     Raises:
         TypeError: an unknown argument.
-        ValueError: a switch that is on, a value out of range, no curved group, a multiplier that changes without
-            `total_steps`, or at the first step a weight that has no raw weight to be stored.
+        ValueError: a switch that is on, `foreach` or `fused`, a value out of range, no curved group, a multiplier that
+            changes without `total_steps`, or at the first step a weight that has no raw weight to be stored.
 
     >>> import torch
     >>> import symexplin as sel

@@ -40,6 +40,7 @@ class ScaleAnnealing:
     """Multiplies each group's learning rate by its k(t) during a step; created by :func:`anneal_scales`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, total_steps: int | None) -> None:
+        self._total_steps = total_steps if total_steps is None else check_whole("total_steps", total_steps)
         annealed = [group for group in optimizer.param_groups if "k" in group]
         if not annealed:
             raise ValueError("optimizer has no group with multipliers; build it over symexplin.param_groups(model)")
@@ -49,7 +50,6 @@ class ScaleAnnealing:
         if earlier := getattr(optimizer, _ATTRIBUTE, None):
             earlier.remove()
         setattr(optimizer, _ATTRIBUTE, self)
-        self._total_steps = total_steps if total_steps is None else check_whole("total_steps", total_steps)
         self._outside: list[tuple[dict[str, Any], Any]] = []  # groups in a step with their rates outside of it
         self._hooks = (
             optimizer.register_step_pre_hook(self._before),

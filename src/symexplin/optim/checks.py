@@ -1,5 +1,6 @@
 """Refuse groups, saved states and parameters that a SEL optimizer does not support; warn if a run has diverged."""
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Mapping, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from symexplin.config import SELConfig
 from symexplin.optim.annealing import LATER, multipliers
 from symexplin.optim.entry import COUNTS, Entry, Moments, moment_key
 from symexplin.optim.groups import ALIGNED, Group, config_of, is_curved, map_of, name_of
@@ -15,7 +17,15 @@ from symexplin.optim.shard import local
 from symexplin.optim.suggest import warn_of_scales
 from symexplin.validation import check_flag, check_not_negative, check_positive, check_whole, did_you_mean, warn
 
-__all__ = ["check_arguments", "check_finite", "check_gradients", "check_lists", "check_saved", "check_settings"]
+__all__ = [
+    "check_arguments",
+    "check_curved",
+    "check_finite",
+    "check_gradients",
+    "check_lists",
+    "check_saved",
+    "check_settings",
+]
 
 State = dict[str, Any]
 
@@ -30,7 +40,16 @@ _NO_GRADIENT = (
 _FAR = 1e6
 
 # Switches of torch's optimizers that SEL optimizers do not have.
-_SWITCHES = ("amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize")
+_SWITCHES = ("amsgrad", "capturable", "differentiable", "maximize")
+_KERNELS = ("foreach", "fused")  # choices of an implementation
+# What other optimizers, trainers and scripts call the arguments.
+_OTHER_NAMES = {
+    "max_grad_norm": ("clip", "clip_grad_norm", "clip_norm", "grad_clip", "gradient_clip_val", "max_norm"),
+    "lr": ("learning_rate",),
+    "weight_decay": ("decay", "wd"),
+    "betas": ("beta1", "beta2"),
+    "total_steps": ("T", "max_steps", "num_steps", "num_training_steps", "steps"),
+}
 
 # Parts of names added by torch.compile, activation checkpointing and FSDP1 (DDP adds a leading "module").
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -77,11 +96,33 @@ def check_settings(group: Group, first: Group) -> None:
         warn_of_scales(role, max(group[f"k_{role}"]) * float(group["lr"]))
 
 
+def check_curved(kind: str, params: Sequence[Any]) -> None:
+    """Refuse parameters without a curved group, and say what the optimizer called `kind` needs instead."""
+    roles = {param.get("role") if isinstance(param, dict) else None for param in params}
+    if "curved" in roles:
+        return
+    if None in roles and any(isinstance(param, dict) for param in params):
+        raise ValueError(
+            f"params must be the model, got groups of parameters: pass `model`, since {kind} needs the parameters' "
+            "names, and decay by name, such as weight_decay={'*bias': 0.0, '*': 0.1}"
+        )
+    if roles <= {None}:
+        raise ValueError(
+            f"params must be the model, got parameters: pass `model`, since {kind} needs the parameters' names"
+        )
+    if roles == {"plain"}:
+        raise ValueError("params has no curved group: pass these groups to torch.optim.AdamW")
+    raise ValueError(
+        "params must be of a plain model, got a converted one: pass its symexplin.param_groups to torch.optim.AdamW"
+    )
+
+
 def _check_switches(settings: Mapping[str, Any]) -> None:
-    """Refuse a switch of torch's optimizers that is on."""
-    for switch in _SWITCHES:
-        if settings.get(switch):
-            raise ValueError(f"{switch} must be left out, got {settings[switch]!r}: SEL optimizers have no such switch")
+    """Refuse a switch of torch's optimizers that is on, and the choice of an implementation."""
+    reasons = {switch: "have no such switch" for switch in _SWITCHES if settings.get(switch)}
+    reasons |= {key: "choose their kernels themselves" for key in _KERNELS if settings.get(key) is not None}
+    for switch, reason in reasons.items():
+        raise ValueError(f"{switch} must be left out, got {settings[switch]!r}: SEL optimizers {reason}")
 
 
 def check_lists(groups: Sequence[Group], entries: Sequence[Entry]) -> None:
@@ -118,9 +159,22 @@ def check_gradients(groups: Sequence[Group]) -> None:
 def check_arguments(kind: type, others: Mapping[str, Any]) -> None:
     """Refuse keyword arguments that the constructor of an optimizer does not have; torch's switches may be off."""
     _check_switches(others)
-    for name in others.keys() - set(_SWITCHES):
-        has = {name for base in kind.__mro__ for name in inspect.signature(base.__init__).parameters}  # type: ignore[misc]
-        raise TypeError(f"{kind.__name__} has no argument {name!r}{did_you_mean(name, has)}")
+    for name, value in others.items():
+        if name not in (*_SWITCHES, *_KERNELS):
+            raise TypeError(f"{kind.__name__} has no argument {name!r}{_instead(kind, name, value)}")
+
+
+def _instead(kind: type, name: str, value: object) -> str:
+    """Return the end of an error that says what to pass instead of an unknown argument."""
+    if name in {field.name for field in dataclasses.fields(SELConfig)}:
+        return f": pass config=symexplin.SELConfig({name}={value!r})"
+    if name == "preset":
+        return f": pass config=symexplin.preset({value!r})" if isinstance(value, str) else ": pass it as config=..."
+    for own, others in _OTHER_NAMES.items():
+        if name in others:
+            return ": pass betas=(beta1, beta2)" if own == "betas" else f": pass {own}={value!r}"
+    has = {name for base in kind.__mro__ for name in inspect.signature(base.__init__).parameters}  # type: ignore[misc]
+    return did_you_mean(name, has)
 
 
 def check_saved(saved: list[Group], groups: list[Group], state: dict[Any, State], moments: Moments) -> None:

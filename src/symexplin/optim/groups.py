@@ -10,7 +10,6 @@ from symexplin.config import SELConfig
 from symexplin.curve import CurvedBase, Map
 from symexplin.optim.suggest import warn_of_scales
 from symexplin.routes import Rate, Route, Routing, check_model, routing
-from symexplin.validation import check_not_negative
 
 __all__ = ["ALIGNED", "Group", "config_of", "is_curved", "map_of", "name_of", "param_groups"]
 
@@ -113,19 +112,18 @@ def _add(group: Group, route: Route) -> None:
 
 def _finish(group: Group, role: _Role, lr: float | None, decay: float | None, table: Routing, converted: bool) -> Group:
     """Return the group with its map, multipliers, learning rate and decay."""
-    peak = None if lr is None else check_not_negative("lr", lr)
     if converted:
         del group["position"]
-        k = (1.0, 1.0) if role.config is None else getattr(role.config, role.name).multiplier(peak)
-        if peak is not None and role.config is not None:
-            warn_of_scales(role.name, max(k) * role.lr_scale * peak)
+        k = (1.0, 1.0) if role.config is None else getattr(role.config, role.name).multiplier(lr)
+        if lr is not None and role.config is not None:
+            warn_of_scales(role.name, max(k) * role.lr_scale * lr)
         group["k"] = [role.lr_scale * end for end in k]
     else:
         group["seed"] = table.config.seed
         if is_curved(group):
             group |= {"config": table.config.to_json(), "width": table.width}
-            group |= {f"k_{scale}": list(k) for scale, k in table.config.multipliers(peak).items()}
-    given = {"lr": peak, "weight_decay": decay}
+            group |= {f"k_{scale}": list(k) for scale, k in table.config.multipliers(lr).items()}
+    given = {"lr": lr, "weight_decay": decay}
     return group | {key: value for key, value in given.items() if value is not None}
 
 

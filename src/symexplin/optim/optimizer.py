@@ -14,12 +14,20 @@ from symexplin.curve import Curved
 from symexplin.optim.annealing import LATER, multipliers
 from symexplin.optim.batch import Rule
 from symexplin.optim.batches import Batches
-from symexplin.optim.checks import check_finite, check_gradients, check_lists, check_saved, check_settings
+from symexplin.optim.checks import (
+    check_curved,
+    check_finite,
+    check_gradients,
+    check_lists,
+    check_saved,
+    check_settings,
+)
 from symexplin.optim.entry import COUNTS, Entry, Leaf
 from symexplin.optim.groups import Group, config_of, is_curved, param_groups
 from symexplin.optim.shard import Groups, global_norm
 from symexplin.optim.writes import Writes
-from symexplin.validation import check_whole, plain
+from symexplin.presets import refuse_map
+from symexplin.validation import check_flag, check_whole, plain
 
 __all__ = ["RawSpaceOptimizer", "map_lines"]
 
@@ -58,10 +66,15 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         no_decay: Sequence[str] = (),
     ) -> None:
         defaults = plain(defaults | {key: value for key, value in _SETTINGS.items() if key not in defaults})
-        if isinstance(params, nn.Module):
+        for key, value in defaults.items():
+            refuse_map(key, value)
+        is_model = isinstance(params, nn.Module)
+        if is_model:
             given = {key: defaults[key] for key in ("lr", "weight_decay")}
             params = param_groups(params, **given, config=config, no_decay=no_decay)
-        elif config is not None or no_decay:
+        params = list(params)  # may be an iterator
+        check_curved(type(self).__name__, params)
+        if not is_model and (config is not None or no_decay):
             raise ValueError("config and no_decay go with a model; symexplin.param_groups takes them for groups")
         super().__init__(params, defaults)
         rates = {group["lr"] for group in self.param_groups}
@@ -70,11 +83,6 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         for key, value in self.defaults.items():
             if isinstance(value, Mapping):  # by name pattern; a group that is added later takes the largest
                 self.defaults[key] = max(group[key] for group in self.param_groups)
-        if not any(is_curved(group) for group in self.param_groups):
-            raise ValueError(
-                "params has no curved group: pass a plain model itself, not its parameters, or its "
-                "symexplin.param_groups; for a converted model torch.optim.AdamW over its parameters"
-            )
         self._forget()
 
     # ---- what a subclass defines ----
@@ -291,7 +299,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
         `restart` restarts the annealing, for a second run with a new learning-rate schedule.
         """
-        total_steps = check_whole("total_steps", total_steps)
+        total_steps, restart = check_whole("total_steps", total_steps), check_flag("restart", restart)
         for settings in (self.defaults, *self.param_groups):
             settings["total_steps"] = total_steps
         for group in self.param_groups if restart else ():

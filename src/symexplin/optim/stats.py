@@ -11,6 +11,7 @@ from symexplin.curve import Curved, is_weight
 from symexplin.modules import CurvedModule
 from symexplin.optim.optimizer import RawSpaceOptimizer
 from symexplin.optim.shard import WHOLE, Shard, whole
+from symexplin.routes import check_model
 from symexplin.transform import summed
 
 __all__ = ["stats"]
@@ -36,6 +37,7 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> d
     >>> sorted(stats(nn.Sequential(SELLinear(8, 8, config=preset("paper")))))[:2]
     ['e/mean', 'e/std']
     """
+    check_model(model)
     tallies: dict[Any, _Tally] = {}
     for curved, size, shard in _tensors(model, optimizer):
         tallies.setdefault(shard.groups, _Tally(shard)).add(curved, size)
@@ -107,6 +109,8 @@ class _Tally:
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[Curved, int, Shard]]:
     """Yield the local part of each curved tensor, its number of entries over all processes, and its placement."""
+    if not isinstance(optimizer, torch.optim.Optimizer | None):
+        raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     inner = getattr(optimizer, "optimizer", optimizer)  # unwrap accelerate's optimizer
     if isinstance(inner, RawSpaceOptimizer):
         for entry in inner.entries():
