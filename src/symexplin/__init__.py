@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from symexplin import functional
     from symexplin import hf as hf
     from symexplin import kernels as kernels
+    from symexplin.attention import scale_qk_
     from symexplin.config import Scale, SELConfig
     from symexplin.init import init_
     from symexplin.modules import SELLinear, convert, fold
@@ -53,13 +54,14 @@ __all__ = [
     "param_groups",
     "preset",
     "routing",
+    "scale_qk_",
     "stats",
     "suggest_lr",
     "to_adamw",
 ]
 
 # Where the names are. They are imported at first use, and the first two need no torch (`symexplin --help`).
-_HOMES = ("config", "presets", "routes", "init", "modules", "optim")
+_HOMES = ("config", "presets", "routes", "init", "attention", "modules", "optim")
 # `hf` needs other libraries, so `__all__` leaves it out.
 _MODULES = ("functional", "hf", "kernels")
 
