@@ -1,6 +1,7 @@
 """Queries and keys that start small: what is scaled is what a model computes its attention from, in every layout."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -66,7 +67,9 @@ def test_separate_projections_are_scaled_and_slowed_and_biases_are_faster(name):
     settings, both = SEPARATE[name]
     model = build(name, settings)
     before = copy.deepcopy(model)
-    rates = sel.scale_qk_(model, lr=0.5)
+    with warnings.catch_warnings(record=True) as caught:
+        rates = sel.scale_qk_(model, lr=0.5)
+    assert [str(each.message)[:10] for each in caught] == ["no QK-norm"] * (name != "Qwen3ForCausalLM")
     weights = {n for n, _ in model.named_parameters() if n.split(".")[-2] in both.split() and n.endswith("weight")}
     assert changed(model, before) == pytest.approx(dict.fromkeys(weights, 0.05))
     linear = {f"{n}.bias" for n, m in model.named_modules() if isinstance(m, nn.Linear) and m.bias is not None}
