@@ -20,15 +20,7 @@ _PAIRS = (
 )
 # Names of weights that hold keys and values, and mostly queries.
 _FUSED = (
-    "qkv",
-    "qkv_proj",
-    "to_qkv",
-    "c_attn",
-    "query_key_value",
-    "Wqkv",
-    "att_proj",
-    "kv_proj",
-    "kv_b_proj",
+    *("qkv", "qkv_proj", "to_qkv", "c_attn", "query_key_value", "Wqkv", "att_proj", "kv_proj", "kv_b_proj"),
     "in_proj_weight",
 )
 # Modules with all queries first, then all keys, then all values.
