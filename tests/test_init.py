@@ -71,3 +71,10 @@ def test_a_model_that_cannot_be_initialized_is_refused():
     model[1].weight.data[0, 0], model[1].weight.data[1, 1] = float("nan"), float("inf")
     with pytest.raises(ValueError, match=r"1\.weight: .* 2 of 16 elements: the weights must be finite"):
         sel.init_(model, PAPER, xavier=False)
+
+
+def test_an_optimizer_does_not_say_how_the_weights_started():
+    """It cannot know whether `init_` was called."""
+    model = layers_of(8)
+    assert "start" not in repr(sel.SELAdamW(sel.init_(model, PAPER), config=PAPER, total_steps=9))
+    assert "start" not in str(sel.routing(model, PAPER))
