@@ -88,7 +88,7 @@ def test_a_finished_comparison_is_told_again_may_shrink_and_trains_a_removed_run
     assert bits(folder) == bits(finished[0])
     damaged = folder / "runs" / NAMES[0]
     (damaged / "run.json").write_text("{}")  # the comparison cannot tell whether the run is its own
-    with pytest.raises(ValueError, match=rf"{NAMES[0]}/run.json' is damaged: .*: remove that run's folder"):
+    with pytest.raises(ValueError, match=rf"{NAMES[0]}/run.json' is damaged: remove '.*{NAMES[0]}', and --resume"):
         compared(tiny(data), folder, resume=True)
     shutil.rmtree(damaged)
     assert numbers(compared(tiny(data), folder, resume=True)) == numbers(finished[1])
@@ -97,7 +97,7 @@ def test_a_finished_comparison_is_told_again_may_shrink_and_trains_a_removed_run
 @pytest.mark.usefixtures("in_process")
 def test_a_run_that_breaks_down_is_a_result_and_not_tried_again(data, tmp_path):
     """Even where the baseline has no other result, to which smaller rates may be added."""
-    with pytest.raises(ChildProcessError, match="no learning rate of AdamW stayed finite"):
+    with pytest.raises(ChildProcessError, match="no learning rate kept AdamW finite"):
         compared(tiny(data, lrs=(TOO_HIGH,), seeds=(0,)), tmp_path)
     paths = list(tmp_path.glob("runs/*1e+30*/result.json"))
     times = [path.stat().st_mtime_ns for path in paths]
@@ -218,6 +218,10 @@ def test_runs_get_their_share_of_the_machine(data, tmp_path, monkeypatch):
     task, _ = task_of(dataclasses.replace(here, cluster=ClusterConfig(gpus=8)), tmp_path)
     assert (task.command[1:6][-1], task.cluster.gpus) == ("2", 2)  # as many as there are
     assert not task_of(tiny(data), tmp_path)[0].on_gpu
+    for gpus, said in ((["0", "1"], "has 2: each run uses all 2"), ([], "has none: each run uses the CPU")):
+        monkeypatch.setattr(kinds, "gpus_here", lambda gpus=gpus: gpus)
+        kind = Laboratory(dataclasses.replace(here, cluster=ClusterConfig(gpus=8)))
+        assert kind.begin(tmp_path).endswith(f"; gpus is 8, but this machine {said}")
 
 
 @pytest.mark.parametrize(
@@ -264,19 +268,19 @@ def test_a_command_gets_all_digits_of_a_learning_rate_and_other_braces_are_writt
 @pytest.mark.parametrize(
     ("text", "changes", "said"),
     [
-        (f"true {PLACES} {{foo}}", {}, r"command has the unknown place \{foo\}: the places are \{variant\}, .* twice"),
-        (f"true {PLACES} {{}}", {}, r"command has the unknown place \{\}"),
-        (f"true {PLACES} {{lr:>9}}", {}, "places have neither ':' nor '!'"),
-        (f"true {PLACES} {{lr!r}}", {}, "places have neither ':' nor '!'"),
-        (f"true {PLACES} {{", {}, "command must be words .* written twice, got"),
-        ("true 'x {variant} {lr} {out}", {}, "command must be words that a shell could split"),
+        (f"true {PLACES} {{foo}}", {}, r"only the places \{variant\}, .*, got \{foo\} in .*; double any other braces"),
+        (f"true {PLACES} {{}}", {}, r"only the places .*, got \{\} in"),
+        (f"true {PLACES} {{lr:>9}}", {}, "places without ':' and '!'"),
+        (f"true {PLACES} {{lr!r}}", {}, "places without ':' and '!'"),
+        (f"true {PLACES} {{", {}, "command must be words .* doubled, got"),
+        ("true 'x {variant} {lr} {out}", {}, "command must be words as for a shell, .* No closing quotation"),
         ("", {}, r"command must have the place \{variant\}, got ''"),
         ("true x {variant} {out}", {}, r"must have the place \{lr\}"),
         ("true x {variant} {lr}", {}, r"must have the place \{out\}"),
         ("true x {variant} {lr} {out}", {"confirm_seeds": (1,)}, r"must have the place \{seed\}"),
         ("A=1 true {variant} {lr} {out}", {}, "must begin with a program that exists, got 'A=1'; no shell runs"),
         *(
-            (f"true {PLACES}", {"variants": ("a", name)}, "variants must be names that")
+            (f"true {PLACES}", {"variants": ("a", name)}, "variants must be valid folder names")
             for name in ("../../b", "", "a\nb")
         ),
     ],
@@ -291,15 +295,18 @@ def test_tables_of_settings_say_what_is_compared(tmp_path):
     assert isinstance(configured(tmp_path, {"data": "data"}, {"compare": {"lrs": [0.1]}}, resume=True), CompareConfig)
     own = {"command": command, "compare": {"seeds": [1]}}
     assert configured(tmp_path, own, {"compare": {"seeds": [2]}}, resume=False).compare.seeds == (2,)
-    with pytest.raises(ValueError, match="steps must be left to the command, got --steps beside --command"):
+    with pytest.raises(ValueError, match=r"train\.steps must be left to the command"):
         configured(tmp_path, own, {"train": {"steps": 3}}, resume=False)
     (tmp_path / "compare.toml").write_text('data = "data"')
     assert configured(tmp_path, {"model": {"width": 8}}, resume=True).data == "data"
     with pytest.raises(ValueError, match="out must be new for a command"):
         configured(tmp_path, own, resume=True)
     (tmp_path / "compare.toml").write_text(f"command = {json.dumps(command)}")
-    with pytest.raises(ValueError, match="out must be new for runs of the laboratory's own"):
+    with pytest.raises(ValueError, match="data must be left to the command"):
         configured(tmp_path, {"data": "data"}, resume=True)
-    (tmp_path / "compare.toml").write_text("dat = 1")
-    with pytest.raises(ValueError, match=r"compare\.toml' was edited"):
-        configured(tmp_path, resume=True)
+    for damaged in ("dat = 1", "dat"):
+        (tmp_path / "compare.toml").write_text(damaged)
+        with pytest.raises(ValueError, match=r"compare\.toml.* restore the file, or empty it and give all settings"):
+            configured(tmp_path, resume=True)
+    (tmp_path / "compare.toml").write_text("")
+    assert configured(tmp_path, {"data": "data"}, resume=True).data == "data"

@@ -81,7 +81,7 @@ def test_the_death_of_a_process_is_told_and_a_second_interrupt_ends_all_at_once(
     started, start = [], subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(start(*a, **k)) or started[-1])
     (reason,) = run(tasks(tmp_path, a=WAITS), tmp_path, 2, lambda _: started[0].kill()).values()
-    assert "ended by SIGKILL" in reason
+    assert "SIGKILL killed its process" in reason
     assert "--resume" in reason
 
     def interrupt(_):
@@ -96,10 +96,10 @@ def test_the_death_of_a_process_is_told_and_a_second_interrupt_ends_all_at_once(
 def test_what_this_machine_cannot_execute_is_told(monkeypatch):
     monkeypatch.setattr(launch, "cores", lambda: 2)
     check_executor(GridConfig(jobs=2))
-    with pytest.raises(ValueError, match=r"jobs must be at most 2, the cores that this process may use, got 3"):
+    with pytest.raises(ValueError, match=r"jobs must be at most 2, the cores available to this process, got 3"):
         check_executor(GridConfig(jobs=3))
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ValueError, match=r"cluster must be 'none' where Slurm is not installed|needs submitit"):
+    with pytest.raises(ValueError, match=r"cluster must be 'none' on a machine without Slurm|needs submitit"):
         check_executor(GridConfig(cluster="slurm"))
 
 
@@ -161,7 +161,7 @@ def test_jobs_are_submitted_as_an_array_for_each_wish_and_a_refusal_is_told(tmp_
     run(tasks(tmp_path, d=ENDS, e=ENDS, f=ENDS), tmp_path, 2, cluster="slurm")
     assert "array=0-2%2" in asked(2)
     program(monkeypatch, tmp_path / "bin", "sbatch", "echo sbatch: error: invalid partition >&2; exit 1")
-    with pytest.raises(ValueError, match=r"\[cluster\] must suit the cluster, but .*invalid partition"):
+    with pytest.raises(ValueError, match=r"\[cluster\] must suit this cluster, but .*invalid partition"):
         run(tasks(tmp_path, g=ENDS), tmp_path, 2, cluster="slurm")
 
 

@@ -124,8 +124,9 @@ class Comparison:
             )
             own = {key: content[key] for key in ("baseline", "unit", "maps", "labels", "facts")}
             return cls(runs, confirm_seeds=tuple(content["confirm_seeds"]), folder=Path(folder), **own)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{str(path)!r} is damaged, or of another version of symexplin: {error!r}") from None
+        except (KeyError, TypeError, ValueError):
+            remedy = "delete it, and --resume of the comparison writes it again"
+            raise ValueError(f"{str(path)!r} is damaged, or of another version of symexplin: {remedy}") from None
 
     def save(self, folder: str | Path) -> None:
         """Write comparison.json, which has for other readers also the rows and the result in words."""
@@ -188,12 +189,6 @@ class Comparison:
         stats = [(record["step"], record.get("stats") or {}) for record in read_json_lines(metrics)]
         return [(step, values[key] / unit) for step, values in stats if key in values]
 
-    @property
-    def seconds(self) -> float | None:
-        """The time of all runs together, as far as it is known."""
-        known = [run.seconds for run in self.runs if run.seconds is not None]
-        return round(sum(known), 1) if known else None
-
     # --- The rows ---
 
     def best_lr(self, variant: str) -> float | None:
@@ -212,8 +207,8 @@ class Comparison:
         if lr is None:
             tried = " ".join(f"{lr:g}" for lr in self.lrs)
             raise ValueError(
-                f"no learning rate of {self.baseline} stayed finite to the end at every seed; the runs stay, and the "
-                f"same command with --resume and smaller rates added to --lrs {tried} goes on"
+                f"no learning rate kept {self.label(self.baseline)} finite in every seed: give the same command with "
+                f"--resume and smaller rates added to --lrs {tried}"
             )
         return lr
 
@@ -244,12 +239,8 @@ class Comparison:
     def _row(self, variant: str, lr: float | None) -> Row:
         if lr is None:
             return Row(variant, None, self.seeds, deltas=(None,) * len(self.seeds))
-        runs, bases = self.at(variant, lr), self.at(self.baseline, self.shared_lr)
-        finite = [run for run in runs.values() if not run.error]
-        pairs = [
-            (run.curve, bases[seed].curve) if seed in bases and not (run.error or bases[seed].error) else None
-            for seed, run in runs.items()
-        ]
+        runs, finite, bases = self.at(variant, lr), self.finite(variant, lr), self.finite(self.baseline, self.shared_lr)
+        pairs = [(finite[seed].curve, bases[seed].curve) if seed in finite and seed in bases else None for seed in runs]
         deltas = tuple(pair and pair[0][-1][1] - pair[1][-1][1] for pair in pairs)
         loss = _mean([run.loss for run in runs.values()])
         return Row(
@@ -259,14 +250,14 @@ class Comparison:
             deltas=deltas,
             finite=len(finite),
             loss=loss,
-            spread=statistics.stdev(run.curve[-1][1] for run in finite)
-            if loss is not None and len(finite) > 1
-            else None,
+            spread=None
+            if loss is None or len(runs) == 1
+            else statistics.stdev(run.curve[-1][1] for run in runs.values()),
             delta=_mean(deltas),
             speedup=_mean([pair and speedup(pair[1], pair[0]) for pair in pairs]),
             reached=sum(min(loss for _, loss in pair[0]) <= pair[1][-1][1] for pair in pairs if pair),
-            seconds=_mean([run.seconds for run in finite]),
-            tokens_per_second=_mean([run.tokens_per_second for run in finite]),
+            seconds=_mean([run.seconds for run in finite.values()]),
+            tokens_per_second=_mean([run.tokens_per_second for run in finite.values()]),
         )
 
     # --- The words ---
@@ -277,55 +268,56 @@ class Comparison:
         base, *others = self.best
         leader = self.leader([row.variant for row in others])
         if leader is None:
-            names = " or ".join(self.label(row.variant) for row in others)
-            return [f"No learning rate tried kept {names} finite in every seed."]
-        name = f"Of {len(others)} variants {self.label(leader.variant)} ends lowest: at" if len(others) > 1 else "At"
+            return [self._all_diverged(" or ".join(self.label(row.variant) for row in others))]
         rate = "its best learning rate" if leader.lr != base.lr else "the best learning rate of both"
-        first = f"{name} {rate}, {leader.lr:g}, {self._result(leader, 'it' if len(others) > 1 else None)}."
+        first = f"At {rate}, {leader.lr:g}, {self._result(leader)}."
+        if len(others) > 1:
+            first = f"Of {len(others)} variants, {self.label(leader.variant)} ends lowest: a{first[1:]}"
         if len(self.seeds) < ENOUGH_SEEDS:
             count = "One seed is" if len(self.seeds) == 1 else "Two seeds are"
-            return [first, f"{count} no evidence: the difference may be run-to-run noise; three show an interval."]
+            return [first, f"{count} no evidence: the difference may be run-to-run noise; three give an interval."]
         if len(self.lrs) == 1:
             return [first, ONE_LR]
-        shared = self.shared[self.variants.index(leader.variant)]
-        if shared.lr == leader.lr:
-            return [first]
-        return [first, f"At {self.label(self.baseline)}'s best learning rate, {base.lr:g}, {self._result(shared)}."]
+        return [first] if leader.lr == base.lr else [first, self._at_shared_lr(leader.variant)]
 
     @cached_property
     def notes(self) -> list[str]:
         """All that there is to say of each variant, and what limits it."""
-        base = self.label(self.baseline)
-        chosen = self.seeds[: len(self.seeds) - len(self.confirm_seeds)]
         sentences = []
-        for row, best in zip(self.shared[1:], self.best[1:], strict=True):
+        for row in self.best[1:]:
             name = self.label(row.variant)
-            sentences.append(f"At {base}'s best learning rate, {self.shared_lr:g}, {self._result(row)}.")
-            if best.loss is None:
-                every = " in every seed" if len(chosen) > 1 else ""
-                sentences.append(f"No learning rate tried kept {name} finite{every}.")
-            elif best.lr == row.lr:
+            sentences.append(self._at_shared_lr(row.variant))
+            if row.lr is None:
+                sentences.append(self._all_diverged(name))
+            elif row.lr == self.shared_lr:
                 sentences.append(f"That is the best learning rate of {name} too.")
             else:
-                sentences.append(f"At its own best learning rate, {best.lr:g}, {self._result(best)}.")
+                sentences.append(f"At its own best learning rate, {row.lr:g}, {self._result(row)}.")
         for row in self.best:
-            if row.loss is not None and len(self.lrs) > 1 and row.lr in (self.lrs[0], self.lrs[-1]):
-                side = "lowest" if row.lr == self.lrs[0] else "highest"
-                name = self.label(row.variant)
+            if len(self.lrs) > 1 and row.lr in (self.lrs[0], self.lrs[-1]):
+                side, name = "lowest" if row.lr == self.lrs[0] else "highest", self.label(row.variant)
                 sentences.append(
-                    f"The best learning rate of {name} is the {side} tried: a wider sweep may find better."
+                    f"The best learning rate of {name} is the {side} tried: a wider sweep may find a better one."
                 )
         if len(self.lrs) == 1:
             sentences.append(ONE_LR)
         if self.confirm_seeds:
+            chosen = self.seeds[: -len(self.confirm_seeds)]
             first, then = (
                 f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}" for seeds in (chosen, self.confirm_seeds)
             )
             sentences.append(f"The learning rates were chosen by {first} alone; {then} ran at those rates only.")
         return sentences
 
-    def _result(self, row: Row, name: str | None = None) -> str:
-        """Return in words how a row, of a variant with this name, compares with the baseline at its best rate."""
+    def _all_diverged(self, names: str) -> str:
+        return f"No learning rate tried kept {names} finite in every seed."
+
+    def _at_shared_lr(self, variant: str) -> str:
+        row = self.shared[self.variants.index(variant)]
+        return f"At {self.label(self.baseline)}'s best learning rate, {self.shared_lr:g}, {self._result(row)}."
+
+    def _result(self, row: Row) -> str:
+        """Return in words how a row compares with the baseline at its best rate."""
         baseline, count = self.shared[0], len(row.seeds)
         for one in (row, baseline):
             if one.loss is None:
@@ -335,7 +327,7 @@ class Comparison:
         side = "below" if row.delta < 0 else "above"
         gap = f"{abs(row.delta):.4f}"
         place = "equal to" if not row.delta else f"{gap} {side}" if float(gap) else "within 0.0001 of"
-        name, base = name or self.label(row.variant), self.label(self.baseline)
+        name, base = self.label(row.variant), self.label(self.baseline)
         ending = f"{name} ends at {_loss(row)}, {place} {base}'s {_loss(baseline)}"
         if count >= ENOUGH_SEEDS and row.interval is not None:
             interval = row.interval
@@ -355,11 +347,10 @@ class Comparison:
         ):
             cells = [("variant", "lr", "loss", "difference", "speedup")]
             for row in rows:
-                # The baseline has no difference to itself.
-                delta = None if row is rows[0] else row.delta
+                lr = "-" if row.lr is None else f"{row.lr:g}"
+                delta = "-" if row.delta is None or row is rows[0] else f"{row.delta:+.4f}"
                 speed = "-" if row is rows[0] else _speedup(row)
-                name = self.label(row.variant)
-                cells.append((name, _or_dash(row.lr, "g"), _loss(row), _or_dash(delta, "+.4f"), speed))
+                cells.append((self.label(row.variant), lr, _loss(row), delta, speed))
             lines += [title, textwrap.indent(format_columns(cells), "  ")]
         return "\n".join(lines)
 
@@ -395,10 +386,6 @@ def _loss(row: Row) -> str:
         alone = row.lr is None or len(row.seeds) == 1
         return "not finite" if alone else f"finite in {row.finite} of {len(row.seeds)}"
     return f"{row.loss:.4f}" + ("" if row.spread is None else f" ± {row.spread:.4f}")
-
-
-def _or_dash(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 def _speedup(row: Row) -> str:

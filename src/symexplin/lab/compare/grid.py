@@ -35,7 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{preset: {"preset": preset} for preset in ("fixed_curvature", "frozen", "congruent", "exp_only")},
 }
 # The names in words of those that need some, everywhere.
-LABELS = {"paper": "paper's method", "paper-init": "paper's method with its initialization"}
+LABELS = {"paper": "the paper's method", "paper-init": "the paper's method with its initialization"}
 
 # The key of [sel] that all curved variants share; the variants set the others.
 _SHARED = "anneal_steps"
@@ -95,21 +95,20 @@ class GridConfig(Schema):
         if not self.baseline and self.variants:
             object.__setattr__(self, "baseline", BASELINE if BASELINE in self.variants else self.variants[0])
         if self.baseline not in self.variants or len(self.variants) < 2:
-            raise ValueError(
-                f"variants must be the baseline {self.baseline!r} and at least one other, got {self.variants}"
-            )
+            wanted = f"the baseline {self.baseline!r} and at least one other"
+            raise ValueError(f"variants must be {wanted}, got {', '.join(self.variants) or 'none'}")
         for name, values in (
             ("variants", self.variants),
             ("lrs", [f"{lr:g}" for lr in self.lrs]),  # these digits name a run's folder
             ("seeds", self.seeds),
         ):
             if not values or len(set(values)) < len(values):
-                raise ValueError(f"{name} must hold at least one entry, and each once, got {getattr(self, name)}")
+                given = " ".join(map(str, getattr(self, name))) or "none"
+                raise ValueError(f"{name} must hold at least one entry, and each once, got {given}")
         both = (*self.seeds, *self.confirm_seeds)
         if len(set(both)) < len(both):
-            raise ValueError(
-                f"confirm_seeds must hold each seed once, and none of seeds = {self.seeds}, got {self.confirm_seeds}"
-            )
+            seeds, given = (" ".join(map(str, own)) for own in (self.seeds, self.confirm_seeds))
+            raise ValueError(f"confirm_seeds must hold each seed once, and none of the seeds {seeds}, got {given}")
 
     @property
     def on_cluster(self) -> bool:
@@ -178,12 +177,10 @@ class CompareConfig(RunConfig):
             if (given := getattr(self.train, key)) != getattr(TrainConfig, key):
                 raise ValueError(f"{key} must be left to {where} in a comparison, got {key} = {given!r}")
         if dataclasses.replace(self.sel, anneal_steps=None) != CurveConfig():
-            raise ValueError(
-                f"[sel] must be left to the variants in a comparison, but for {_SHARED}: use [variant.NAME]"
-            )
+            raise ValueError(f"[sel] may have only {_SHARED} in a comparison: give other keys to a [variant.NAME]")
         for name, table in self.variant.items():
             if name == BASELINE or not re.fullmatch(r"[\w+-]+", name):
-                raise ValueError(f"variant must have a new name of letters, digits, '+', '-' and '_', got {name!r}")
+                raise ValueError(f"a variant must have a new name of letters, digits, '+', '-' and '_', got {name!r}")
             if not isinstance(table, dict):
                 raise ValueError(f"[variant.{name}] must be a table, got {table!r}")
         known = {**VARIANTS, **self.variant}
@@ -193,7 +190,7 @@ class CompareConfig(RunConfig):
         for name in self.variant:
             if name not in self.compare.variants:
                 raise ValueError(
-                    f"variant {name!r} is defined but not among variants {', '.join(self.compare.variants)}: add it"
+                    f"variants must have {name!r}, which is defined, got {', '.join(self.compare.variants)}"
                 )
 
     def run(self, cell: Cell) -> RunConfig:
@@ -203,10 +200,10 @@ class CompareConfig(RunConfig):
             for name, allowed in _CHANGES.items():
                 changes = table.get(name, {})
                 if not isinstance(changes, Mapping) or changes.keys() - set(allowed):
-                    raise ValueError(f"{name} must be a table that may have {', '.join(allowed)}, got {changes!r}")
+                    raise ValueError(f"{name} must be a table with keys among {', '.join(allowed)}, got {changes!r}")
             own = {key: value for key, value in table.items() if key not in _CHANGES}
             if own.get("home") == "none" and len(own) > 1:
-                raise ValueError(f"home 'none' has ordinary weights, and no use for {', '.join(own.keys() - {'home'})}")
+                raise ValueError(f"home 'none' means ordinary weights: leave out {', '.join(own.keys() - {'home'})}")
             curve = from_table(CurveConfig, {**to_table(self.sel), **own})
             place = {"lr": cell.lr, "seed": cell.seed}
             train = from_table(TrainConfig, {**to_table(self.train), **table.get("train", {}), **place})

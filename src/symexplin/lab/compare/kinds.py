@@ -21,8 +21,9 @@ from symexplin.lab.folders import FACTS, RESULT, check_resumable, read_facts, sa
 from symexplin.lab.maps import map_of
 from symexplin.lab.provenance import provenance
 from symexplin.lab.run import check_inputs
-from symexplin.lab.settings import Schema, dump_toml, from_table, load_toml, merge, to_table
+from symexplin.lab.settings import Schema, differences, dump_toml, from_table, load_toml, merge, to_table
 from symexplin.lab.weights import digest_of
+from symexplin.validation import naming
 
 __all__ = ["Command", "CommandConfig", "Laboratory", "configured", "kind_of"]
 
@@ -44,21 +45,23 @@ def configured(out: str | Path, *tables: Mapping[str, Any], resume: bool) -> "Co
     """
     given: dict[str, Any] = functools.reduce(merge, tables, {})
     file = Path(out, CONFIG)
-    saved = load_toml(file) if resume and file.exists() else {}
+    saved: dict[str, Any] = {}
+    if resume and file.exists():
+        try:
+            if saved := load_toml(file):
+                saved_config(CommandConfig if "command" in saved else CompareConfig, file)
+        except ValueError as error:
+            remedy = "restore the file, or empty it and give all settings again with --resume"
+            raise ValueError(f"{error}; {remedy}") from None
     table = merge(saved, given)
-    schema: type[CommandConfig | CompareConfig] = CommandConfig if "command" in table else CompareConfig
-    if saved and ("command" in saved) != ("command" in table):
-        raise ValueError(f"out must be new for a command, got {str(out)!r} with runs of the laboratory's own")
-    if schema is CommandConfig:
-        for name in given.keys() - {"command", "compare", "cluster"}:
-            if "command" not in given:
-                own = "out must be new for runs of the laboratory's own"
-                raise ValueError(f"{own}, got {str(out)!r}, which has a comparison of a command")
-            key = next(iter(given[name])) if isinstance(given[name], Mapping) and name != "variant" else name
-            raise ValueError(f"{key} must be left to the command, got --{key.replace('_', '-')} beside --command")
-    if saved:
-        saved_config(schema, file)  # its errors name the file
-    return from_table(schema, table)
+    if "command" not in table:
+        return from_table(CompareConfig, table)
+    if saved and "command" not in saved:
+        raise ValueError(f"out must be new for a command, got {str(out)!r}, a comparison of runs of symexplin train")
+    own = ("command", "compare", "cluster")
+    if others := differences({}, {name: value for name, value in given.items() if name not in own}):
+        raise ValueError(f"{', '.join(others)} must be left to the command in a comparison of a command")
+    return from_table(CommandConfig, table)
 
 
 # --- Runs of the laboratory ------------------------------------------------------------------------------------------
@@ -82,13 +85,19 @@ class Laboratory:
         self._config = _with_machine(config)
         self._labels = config.labels if labels is None else labels
         self._earlier = earlier
+        self._cluster, self._note = self._config.cluster, ""
+        asked = self._cluster.gpus or 0
+        if not self.grid.on_cluster and asked > (found := len(gpus_here()) if asked else 0):
+            self._cluster = dataclasses.replace(self._cluster, gpus=found)
+            uses = f"all {found}" if found else "the CPU"
+            self._note = f"; gpus is {asked}, but this machine has {found or 'none'}: each run uses {uses}"
 
     def table(self) -> dict[str, Any]:
-        """Return the configuration."""
+        """Return the settings to save."""
         return self._config.table()
 
     def begin(self, folder: Path) -> str:
-        """Check that the runs in the folder are of this configuration; return what is trained on."""
+        """Return the first line of the log; raise ValueError if the runs in the folder are of other settings."""
         digest, corpus, grid = functools.cache(digest_of), self._corpus, self.grid
         for place in itertools.product(grid.variants, grid.lrs, (*grid.seeds, *grid.confirm_seeds)):
             run = folder / RUNS / Cell(*place).name
@@ -96,36 +105,34 @@ class Laboratory:
                 config = self._config.run(Cell(*place))
                 try:
                     facts = read_facts(run)
-                except ValueError as error:
-                    raise ValueError(f"{error}: remove that run's folder to train it again, then --resume") from None
-                new = {**to_table(_anywhere(config, corpus)), "compute": facts["config"]["compute"]}
-                check_resumable(run, "run", facts["config"], new)
+                except ValueError:
+                    damaged = f"{str(run / FACTS)!r} is damaged"
+                    raise ValueError(f"{damaged}: remove {str(run)!r}, and --resume trains that run again") from None
+                on_cpu = dataclasses.replace(config.compute, device="cpu")  # which every machine has
+                resolved = resolve(dataclasses.replace(config, compute=on_cpu), corpus.vocab_size)
+                check_resumable(run, "run", facts["config"], to_table(resolved))
                 check_inputs(run, facts, config, corpus, digest)
         tokens = f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out"
-        return f"{tokens}, {self._config.train.steps:,} steps a run"
+        return f"{tokens}, {self._config.train.steps:,} steps a run{self._note}"
 
     def task(self, label: str, cell: Cell, folder: Path) -> Task:
-        """Return `symexplin train` with the configuration of the run, under torchrun on several GPUs."""
-        config, asked = self._config.run(cell), self._config.cluster
+        """Return the task of a run in its folder, for which all is written: under torchrun on several GPUs."""
+        config = self._config.run(cell)
         train, model = config.train, config.model
         work = float(train.steps * train.batch_size * model.context * model.depth * model.width**2)
-        processes = asked.gpus or 1
-        if not self.grid.on_cluster and processes > 1:
-            processes = min(processes, max(1, len(gpus_here())))
-            asked = dataclasses.replace(asked, gpus=processes)
-        task = Task(label, folder, [], asked, config.compute.device in ("auto", "cuda"), work)
+        task = Task(label, folder, [], self._cluster, config.compute.device in ("auto", "cuda"), work)
         file = task.file(".toml")
         replace_file(file, dump_toml(to_table(config)))
-        several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(task.places)]
         words = ["-m", "symexplin", "train", str(file.resolve()), "--out", str(folder.resolve()), "--resume"]
-        return task._replace(command=[sys.executable, *(several if processes > 1 else []), *words])
+        return task._replace(command=[sys.executable, *(several if task.places > 1 else []), *words])
 
     def earlier(self, cell: Cell) -> Path | None:
-        """Return a run that has ended elsewhere and is the same."""
+        """Return the folder of a run elsewhere that has the result already."""
         return self._earlier(self._config.run(cell), self._corpus)
 
     def facts(self, folder: Path) -> dict[str, Any]:
-        """Return what the page tells of all runs."""
+        """Return the unit, the maps, the labels and the facts of a :class:`Comparison`."""
         config, corpus = self._config, self._corpus
         cells = config.compare.cells()
         results = [read_json(folder / RUNS / cell.name / RESULT) for cell in cells]
@@ -177,12 +184,6 @@ def _with_machine(config: CompareConfig) -> CompareConfig:
     )
 
 
-def _anywhere(config: RunConfig, corpus: Corpus) -> RunConfig:
-    """Return the resolved run on a device that every machine has."""
-    on_cpu = dataclasses.replace(config, compute=dataclasses.replace(config.compute, device="cpu"))
-    return resolve(on_cpu, corpus.vocab_size)
-
-
 def _map(config: CompareConfig, variant: str) -> dict[str, Any] | None:
     run = config.example(variant)
     curve = map_of(run.sel, run.model.width)
@@ -209,34 +210,29 @@ class CommandConfig(Schema):
         """Check the command and the names of the variants."""
         super().__post_init__()
         grid = self.compare
-        try:
+        with naming(f"command must be words as for a shell, with any other braces doubled, got {self.command!r}"):
             words = shlex.split(self.command)
             fields = [field for word in words for field in string.Formatter().parse(word)]
-            if any(form or conversion for _, _, form, conversion in fields):
-                raise ValueError("places have neither ':' nor '!'")
-            places = {name for _, name, _, _ in fields if name is not None}
-        except ValueError as error:
+        places = {name for _, name, _, _ in fields if name is not None}
+        if unknown := places - set(_PLACES):
             raise ValueError(
-                f"command must be words that a shell could split, with its own braces written twice, got "
-                f"{self.command!r}: {error}"
-            ) from None
+                f"command must have only the places {{variant}}, {{lr}}, {{seed}} and {{out}}, got "
+                f"{{{min(unknown)}}} in {self.command!r}; double any other braces"
+            )
+        if any(form or conversion for _, _, form, conversion in fields):
+            raise ValueError(f"command must have places without ':' and '!', got {self.command!r}")
         optional = {"lr": len(grid.lrs) == 1, "seed": len(grid.seeds + grid.confirm_seeds) == 1}
         for name in _PLACES:
             if name not in places and not optional.get(name):
                 raise ValueError(f"command must have the place {{{name}}}, got {self.command!r}")
-        for name in sorted(places - set(_PLACES)):
-            raise ValueError(
-                f"command has the unknown place {{{name}}}: the places are {{variant}}, {{lr}}, {{seed}} and {{out}}; "
-                f"write braces of its own twice, got {self.command!r}"
-            )
         if not grid.on_cluster and shutil.which(words[0]) is None:
             raise ValueError(
-                f"command must begin with a program that exists, got {words[0]!r}; no shell runs it, "
-                "for its syntax use bash -c '...', for variables env NAME=value"
+                f"command must begin with a program that exists, got {words[0]!r}; no shell runs it: use bash -c '...' "
+                "for shell syntax, and env NAME=value for variables"
             )
         for name in grid.variants:
             if not name.isprintable() or not name.strip() or set(name) & set("/\\"):
-                raise ValueError(f"variants must be names that a folder can have, without '/', got {name!r}")
+                raise ValueError(f"variants must be valid folder names, without '/', got {name!r}")
 
     def words(self, cell: Cell, out: Path) -> list[str]:
         """Return the words of the command of one run, with the absolute path of its folder."""
@@ -253,27 +249,28 @@ class Command:
         self._config, self.grid = config, config.compare
 
     def table(self) -> dict[str, Any]:
-        """Return the configuration."""
+        """Return the settings to save."""
         return to_table(self._config)
 
     def begin(self, folder: Path) -> str:
-        """Check that the folder has runs of this command, which is returned."""
+        """Return the command; raise ValueError if the runs in the folder are of another one."""
         command = self._config.command
         if (folder / CONFIG).exists():
             saved = saved_config(CommandConfig, folder / CONFIG).command
             if saved != command:
-                raise ValueError(f"command must be that of the folder, {saved!r}, got {command!r}: choose a new --out")
+                raise ValueError(
+                    f"command must be {saved!r}, as in {str(folder)!r}, got {command!r}: choose a new --out"
+                )
         return command
 
     def task(self, label: str, cell: Cell, folder: Path) -> Task:
-        """Return the command, for a folder that is made."""
+        """Return the task of a run in its folder, which is created."""
         folder.mkdir(parents=True, exist_ok=True)
         return Task(label, folder, self._config.words(cell, folder), self._config.cluster, on_gpu=True)
 
     def earlier(self, _: Cell) -> Path | None:
         """Return None: no other comparison has these runs."""
-        return None
 
     def facts(self, _: Path) -> dict[str, Any]:
-        """Return what the page tells of all runs."""
+        """Return the facts of a :class:`Comparison`."""
         return {"facts": {"config": self.table(), "provenance": provenance()}}

@@ -45,8 +45,8 @@ def process_file(run: Path, ending: str) -> Path:
 class Task(NamedTuple):
     """A run to execute: it has ended when result.json is in its folder.
 
-    `cluster` is what it asks for, `on_gpu` whether a process of this machine may be given a GPU of its own, and `work`
-    how long it takes beside others.
+    `cluster` is what it asks for, `on_gpu` whether a process of this machine may have a GPU of its own, and `work` how
+    long it takes relative to others.
     """
 
     label: str
@@ -57,12 +57,17 @@ class Task(NamedTuple):
     work: float = 1.0
 
     @property
+    def places(self) -> int:
+        """How many of the runs at a time it counts for: one for each of its GPUs."""
+        return self.cluster.gpus or 1
+
+    @property
     def result(self) -> Path:
         """The file that the run writes at its end."""
         return self.folder / RESULT
 
     def file(self, ending: str) -> Path:
-        """Return the :func:`process_file` of this run, in a folder that is made."""
+        """Return the :func:`process_file` of this run, in a folder that is created."""
         path = process_file(self.folder, ending)
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
@@ -76,11 +81,11 @@ def check_executor(grid: GridConfig) -> None:
     """Raise ValueError unless this machine can execute the runs where the grid says."""
     if not grid.on_cluster:
         if (grid.jobs or 1) > cores():
-            raise ValueError(f"jobs must be at most {cores()}, the cores that this process may use, got {grid.jobs}")
+            raise ValueError(f"jobs must be at most {cores()}, the cores available to this process, got {grid.jobs}")
     elif importlib.util.find_spec("submitit") is None:
         raise ValueError("cluster 'slurm' needs submitit: pip install 'symexplin[cluster]'")
     elif shutil.which("sbatch") is None:
-        raise ValueError("cluster must be 'none' where Slurm is not installed, got 'slurm' without sbatch")
+        raise ValueError("cluster must be 'none' on a machine without Slurm, got 'slurm', and sbatch is not installed")
 
 
 def threads_each(jobs: int) -> int:
@@ -118,16 +123,18 @@ def execute(queue: deque[Task], out: Path, grid: GridConfig, echo: Echo) -> Gene
 def _run_here(queue: deque[Task], jobs: int, echo: Echo) -> Generator[Ended, None, None]:
     """Execute `jobs` runs at a time, each in a process, and yield each when it has ended.
 
-    A run on several GPUs takes the place of as many. `echo` takes the lines of progress; the whole output of a process
-    is in its log. A signal stops all.
+    `echo` takes the lines of progress; the whole output of a process is in its log. A signal stops all.
     """
     running: list[_Process] = []
     told, gpus = False, gpus_here()
     with StopSignals() as stop:
         try:
             while running or (queue and stop.signal is None):
-                while queue and stop.signal is None and (not running or _used(running) + _need(queue[0]) <= jobs):
-                    running.append(_Process(queue.popleft(), jobs, _free(gpus, running)))
+                while queue and stop.signal is None:
+                    if running and sum(process.task.places for process in running) + queue[0].places > jobs:
+                        break
+                    used = Counter(name for process in running for name in process.gpus)
+                    running.append(_Process(queue.popleft(), jobs, sorted(gpus, key=lambda name: used[name])))
                 time.sleep(_TICK)
                 for process in list(running):
                     status = process.poll()  # before the lines, so that none is missed
@@ -153,31 +160,17 @@ def _run_here(queue: deque[Task], jobs: int, echo: Echo) -> Generator[Ended, Non
         raise stop.stopped("with all its runs; --resume continues")
 
 
-def _need(task: Task) -> int:
-    return max(1, task.cluster.gpus or 0)
-
-
-def _used(running: "Sequence[_Process]") -> int:
-    return sum(_need(process.task) for process in running)
-
-
-def _free(gpus: Sequence[str], running: "Sequence[_Process]") -> list[str]:
-    """Return the GPUs, those with the fewest runs first."""
-    runs = Counter(name for process in running for name in process.gpus)
-    return sorted(gpus, key=lambda name: runs[name])
-
-
 def _record(file: Path, began: float) -> None:
     """Write how long a process took, for runs that do not say it themselves."""
     write_json(file, {"seconds": round(time.monotonic() - began, 3)})
 
 
 class _Process:
-    """A run in a process with its own group, and its log."""
+    """A run in a process with its own group, and its log. It gets the first of the `gpus` unless it may use all."""
 
     def __init__(self, task: Task, jobs: int, gpus: Sequence[str]) -> None:
         self.task, self.began = task, time.monotonic()
-        self.gpus = gpus[: _need(task)] if task.on_gpu and (jobs > 1 or _need(task) > 1) else []
+        self.gpus = gpus[: task.places] if task.on_gpu and max(jobs, task.places) > 1 else []
         self._log_path = task.file(".log")
         threads = {"OMP_NUM_THREADS": str(threads_each(jobs))} if jobs > 1 else {}
         chosen = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
@@ -194,11 +187,9 @@ class _Process:
         self._log = self._log_path.open(errors="replace")
 
     def poll(self) -> int | None:
-        """Return the status of the process, None while it runs."""
         return self._process.poll()
 
     def tell(self, echo: Echo) -> None:
-        """Tell the new lines of progress."""
         for line in self._log:
             if line.startswith("train: "):
                 echo(f"{self.task.label}{line.removeprefix('train').rstrip()}")
@@ -212,7 +203,6 @@ class _Process:
             self._process.send_signal(number)
 
     def close(self) -> None:
-        """Wait for the end of the process."""
         self._process.wait()
         self._log.close()
 
@@ -220,7 +210,7 @@ class _Process:
         """Return why the process ended with a status and without the result."""
         if status < 0:
             name = signal.Signals(-status).name
-            return f"its process was ended by {name}, perhaps for lack of memory: --resume continues; try fewer --jobs"
+            return f"{name} killed its process, perhaps for lack of memory: --resume continues, try fewer --jobs"
         return f"{'' if status else f'ended without {RESULT}: '}{_last_lines(self._log_path)}"
 
 
@@ -305,9 +295,7 @@ def _run_as_jobs(queue: deque[Task], out: Path, jobs: int | None, echo: Echo) ->
             while waiting and not queue and time.monotonic() < deadline:
                 if stop.signal is not None:
                     arrays = " ".join(_arrays(waiting))
-                    raise stop.stopped(
-                        f"while jobs continue: --resume waits for them, 'scancel {arrays}' ends them",
-                    )
+                    raise stop.stopped(f"while jobs continue: --resume waits for them, 'scancel {arrays}' ends them")
                 time.sleep(_TICK)
 
 
@@ -317,19 +305,18 @@ def _submit_missing(tasks: Collection[Task], place: Path, jobs: int | None, echo
     earlier = {task.file(".job").read_text(): task for task in tasks if task.file(".job").exists()}
     states = _states(earlier)
     if states is None:
-        raise ConnectionError("Slurm does not say which jobs still run (squeue fails): --resume later")
+        raise ConnectionError("Slurm does not report which jobs still run (squeue failed): try --resume later")
     known = {job: task for job, task in earlier.items() if job in states}
     new = [task for task in tasks if task not in known.values()]
-    by_wish: list[list[Task]] = []
+    by_wish: dict[str, list[Task]] = {}
     for task in new:
-        same = next((group for group in by_wish if group[0].cluster == task.cluster), None)
-        same.append(task) if same else by_wish.append([task])
-    for group in by_wish:
+        by_wish.setdefault(repr(task.cluster), []).append(task)
+    for group in by_wish.values():
         for job, task in zip(_submit(group, place, jobs), group, strict=True):
             replace_file(task.file(".job"), job)
             known[job] = task
     limit = "" if jobs is None else f", {jobs} at a time"
-    echo(f"{len(new)} jobs submitted, {len(tasks) - len(new)} found{limit}; logs in {place}")
+    echo(f"{len(new)} jobs submitted, {len(tasks) - len(new)} already there{limit}; logs in {place}")
     return known
 
 
@@ -355,7 +342,7 @@ def _submit(tasks: Sequence[Task], place: Path, jobs: int | None) -> list[str]:
         work = [SlurmJob(task.command, task.result.resolve(), task.file(".json").resolve()) for task in tasks]
         return [job.job_id for job in executor.submit_array(work)]
     except submitit.core.utils.FailedJobError as error:
-        raise ValueError(f"[cluster] must suit the cluster, but {' '.join(str(error).split())}") from None
+        raise ValueError(f"[cluster] must suit this cluster, but {' '.join(str(error).split())}") from None
 
 
 def _states(jobs: Collection[str]) -> dict[str, str] | None:
@@ -379,12 +366,10 @@ def _states(jobs: Collection[str]) -> dict[str, str] | None:
 
 
 def _arrays(jobs: Collection[str]) -> list[str]:
-    """Return the numbers of the arrays that jobs belong to."""
     return list(dict.fromkeys(job.partition("_")[0] for job in jobs))
 
 
 def _loss(job: str, place: Path) -> str:
-    """Return the message about a job that has ended without its run."""
     logs = list(place.glob(f"{job}_*_log.err"))
     said = _last_lines(logs[0]) if logs else f"it left no log in {place}"
     return f"job {job} ended without its result: {said}; --resume submits it again"

@@ -17,44 +17,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from symexplin.lab.compare.comparison import Comparison, Run
-from symexplin.lab.compare.grid import CONFIG, DEMO, RUNS, Cell, GridConfig
+from symexplin.lab.compare.grid import CONFIG, DEMO, RUNS, Cell
+from symexplin.lab.compare.kinds import Command, Laboratory
 from symexplin.lab.compare.launch import Task, check_executor, execute, process_file
 from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.folders import RESULT, check_unused, claimed
 from symexplin.lab.settings import dump_toml
 
-__all__ = ["Kind", "Sweep", "compare", "opened", "read_run", "run_sweeps"]
+__all__ = ["Sweep", "compare", "opened", "read_run", "run_sweeps"]
 
 Echo = Callable[[str], None]
+Kind = Laboratory | Command
 
 _EXAMPLE = '{"loss": 2.31, "curve": [[100, 3.02], [200, 2.31]]}'
 _MINUTE = 60.0
-
-
-class Kind(Protocol):
-    """What a comparison needs to know of its runs."""
-
-    @property
-    def grid(self) -> GridConfig:
-        """Which runs."""
-
-    def table(self) -> dict[str, Any]:
-        """Return the settings to save."""
-
-    def begin(self, folder: Path) -> str:
-        """Return the first line of the log; raise ValueError if the runs in the folder are of other settings."""
-
-    def task(self, label: str, cell: Cell, folder: Path) -> Task:
-        """Return the task of a run in its folder, for which all is written."""
-
-    def earlier(self, cell: Cell) -> Path | None:
-        """Return the folder of a run elsewhere that has the result already."""
-
-    def facts(self, folder: Path) -> Mapping[str, Any]:
-        """Return the unit, the maps, the labels and the facts of a :class:`Comparison`."""
 
 
 def compare(kind: Kind, out: str | Path, *, resume: bool = False, echo: Echo = lambda _: None) -> Comparison:
@@ -117,7 +96,7 @@ def run_sweeps(sweeps: "Sequence[Sweep]", out: Path, echo: Echo) -> None:
             queue.extendleft(reversed(more))  # one comparison ends after the other
     failures = [failure for sweep in sweeps for failure in sweep.failures]
     if failures:
-        others = f"; {len(failures) - 1} more failed: see above" if len(failures) > 1 else ""
+        others = f"; {len(failures) - 1} more failed, see above" if len(failures) > 1 else ""
         raise ChildProcessError(failures[0] + others)
 
 
@@ -166,7 +145,7 @@ class Sweep:
         if self.failures and not (well or self._runs):
             raise ChildProcessError(
                 f"{self.failures[-1]}; the first run that ends must write {str(task.result)!r}, such as {_EXAMPLE}: "
-                "nothing else was run, --resume continues"
+                "all runs are stopped, --resume continues"
             )
         return [] if self._left else self._next()
 
@@ -224,43 +203,57 @@ def read_run(folder: Path, cell: Cell) -> Run:
     """
     path = folder / RESULT
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-        loss = math.nan if "error" in result else _number(result["loss"])
-        curve = [(_number(step), _number(value)) for step, value in result.get("curve", [])]
-        steps = [int(step) for step, _ in curve]
-        if steps != sorted(set(steps)) or any(step < 0 or step % 1 for step, _ in curve):
-            raise ValueError("its steps are not whole numbers that increase from 0")
-        seconds, pace = (_positive(key, result.get(key)) for key in ("seconds", "tokens_per_second"))
-        record = process_file(folder, ".json")
-        if seconds is None and record.exists():
-            seconds = _positive("seconds", read_json(record).get("seconds"))
-    except (RecursionError, ValueError, TypeError, LookupError, OverflowError, AttributeError) as error:
+        run = _run(path.read_bytes(), cell)
+    except ValueError as error:
         raise ValueError(
-            f"{str(path)!r} must be like {_EXAMPLE} (the curve may be missing), but {error!r}: correct it, or delete "
-            "it to run again; then --resume"
+            f"{str(path)!r} must be like {_EXAMPLE} (the curve is optional), but {error}: correct it, or delete it to "
+            "run again; then --resume"
         ) from None
-    losses = [value for _, value in curve]
-    points = list(zip(steps, losses, strict=True))
+    record = process_file(folder, ".json")
+    if run.seconds is None and record.exists():
+        run = dataclasses.replace(run, seconds=read_json(record).get("seconds"))
+    return run
+
+
+def _run(content: bytes, cell: Cell) -> Run:
+    """Return a run with the content of its result.json; a ValueError speaks of it in the words of JSON."""
+    try:
+        result: Any = json.loads(content, parse_int=float)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not JSON: {error}") from None
+    if not isinstance(result, dict):
+        raise ValueError("it is not an object")
+    ended_early = result.get("error")
+    if not ended_early and "loss" not in result:
+        raise ValueError('it has no "loss"')
+    loss = math.nan if ended_early else _number('"loss"', result["loss"])
+    try:
+        curve = [(_number("step", step), _number("loss", value)) for step, value in result.get("curve", [])]
+    except (TypeError, ValueError):
+        raise ValueError(f'"curve" is {json.dumps(result["curve"])}, not a list of [step, loss]') from None
+    steps = [step for step, _ in curve]
+    if steps != sorted(set(steps)) or any(step < 0 or step % 1 for step in steps):
+        raise ValueError('the steps of "curve" are not whole numbers that increase from 0')
     if math.isfinite(loss):
-        points = [*points[:-1], (steps[-1] if steps else 0, loss)]
-    kept = tuple(point for point in points if math.isfinite(point[1]))
-    why = None if math.isfinite(loss) else result.get("error", f"loss is {loss}")
-    return Run(*cell, kept, seconds, pace, why)
+        curve = [*curve[:-1], (steps[-1] if steps else 0.0, loss)]
+    kept = tuple((int(step), value) for step, value in curve if math.isfinite(value))
+    why = None if math.isfinite(loss) else str(ended_early or f"loss is {loss}")
+    return Run(*cell, kept, _positive("seconds", result), _positive("tokens_per_second", result), why)
 
 
-def _positive(name: str, value: object) -> float | None:
-    if value is None:
+def _positive(key: str, result: Mapping[str, Any]) -> float | None:
+    if result.get(key) is None:
         return None
-    number = _number(value)
-    if not (number >= 0 and math.isfinite(number)):
-        raise ValueError(f"{name} is {number}")
+    number = _number(f'"{key}"', result[key])
+    if not 0 <= number < math.inf:
+        raise ValueError(f'"{key}" is {json.dumps(number)}, not a finite number of at least 0')
     return number
 
 
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{value!r} is not a number")
-    return float(value)
+def _number(name: str, value: object) -> float:
+    if not isinstance(value, float):  # whole numbers were read as floats
+        raise ValueError(f"{name} is {json.dumps(value)}, not a number")
+    return value
 
 
 def _copy(source: Path, folder: Path) -> None:
