@@ -209,6 +209,10 @@ def test_a_file_of_ones_own_is_a_table(tmp_path):
     assert [(claim.text, claim.measure) for claim in table.claims] == [("It ends below.", "final")]
     file.write_text(f"{OWN}[mini.train]\nlr_decay_steps = 1200\n")  # 600 of 1,200 steps: it keeps its share, too
     assert load_table(str(file), "mini", changes={"train": {"steps": 100}}).panels[0].config.train.lr_decay_steps == 200
+    file.write_text(OWN.replace('protocol = "controlled"', ""))
+    assert load_table(str(file), "mini").panels[0].stands_for == "1024x12"
+    with pytest.raises(ValueError, match="protocol must be one of 'main_grid', 'controlled', got None"):
+        load_table(str(file), "paper")
     with pytest.raises(FileNotFoundError, match="existing TOML file"):
         load_table(str(tmp_path / "none.toml"), "mini")
 
@@ -217,6 +221,7 @@ def test_a_file_of_ones_own_is_a_table(tmp_path):
     ("changes", "words"),
     [
         ({"modl": {"width": 3}}, "did you mean 'model'"),
+        ({"lr": 3e-3}, r"lr must be given with its table, as train\.lr, got 0\.003"),
         ({"variant": {"strong": 3}}, r"\[variant.strong\] must be a table, got 3"),
         ({"reported": {"loss": {}}}, "unknown key 'reported'"),
         ({"variant": {"strng": {"map": {"beta": 3}}}}, "variant must be one of .*did you mean 'strong'"),
@@ -225,6 +230,11 @@ def test_a_file_of_ones_own_is_a_table(tmp_path):
         ('[[mini.panel]]\nname = "../1x1"\n', "panel must have a unique name"),
         ("[mini.panel]\nmap = { beta = 5.0 }\n", r"panel must be tables, each under \[\[panel\]\]"),
         (CLAIM, "test must be given"),
+        (CLAIM.replace("strong", "strng") + 'test = "below"', "of a claim must be one of .* did you mean 'strong'"),
+        (f'{CLAIM}test = "below"\nsince = "1x1"', "panels and since of a claim must be one of '1024x12', got '1x1'"),
+        ('[reported.loss]\n"1024x12" = { strng = 2.0 }', r"\[reported.loss\] 1024x12 must be .* did you mean 'strong'"),
+        ('[reported.loss]\n"12x1024" = {}', r"\[reported.loss\] must be one of '1024x12', got '12x1024'"),
+        ("[reported]\nloss = 3", r"\[reported.loss\] must be a table, got 3"),
     ],
 )
 def test_a_mistake_in_a_file_or_of_the_command_is_named(tmp_path, changes, words):
@@ -235,7 +245,7 @@ def test_a_mistake_in_a_file_or_of_the_command_is_named(tmp_path, changes, words
 
 
 def test_another_folder_is_no_table_and_a_damaged_one_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"which has table.json"):
+    with pytest.raises(ValueError, match=r"without table.json"):
         read_table(tmp_path)
     said = load_table("frozen", "mini").to_json()
     for damaged in ({**said, "more": 1}, {key: value for key, value in said.items() if key != "panels"}):

@@ -4,8 +4,8 @@ The settings of a panel are layers: protocol, table, scale, panel, command. A la
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args
 
@@ -27,6 +27,7 @@ TABLE, PANELS = "table.json", "panels"
 DATA = "data"
 _CONFIGS = Path(__file__).parent / "configs"
 _PROTOCOLS = "protocols"
+_OF_PAPER = ("main_grid", "controlled")  # the protocols that a table may name
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ def load_table(
         file = load_toml(known.get(name, name), "name")
         about = {key: file.pop(key, "") for key in ("title", "place", "about", "baseline")}
         figures = file.pop("figures", ())
-        settings, of_paper = _settings(file, scale), _settings(file, "paper")
+        settings = _settings(file, scale)
+        of_paper = _settings({"protocol": "controlled", **file}, "paper")
         changes = {key: value for key, value in (changes or {}).items() if value != {}}
         _check(settings, changes, about["baseline"])
         if data is not None and DATA in changes:
@@ -111,14 +113,18 @@ def load_table(
         entries, claims = settings.pop("panel", [{}]), settings.pop("claim", [])
         variants = merge({about["baseline"]: {}, **settings.get("variant", {})}, changes.get("variant", {}))
         settings |= {DATA: str(data or Path(out, DATA)), "baseline": about["baseline"]}
-        panels = tuple(_panels(settings, entries, changes, of_paper))  # these check the variants
+        size = "{width}x{depth}".format(**of_paper["model"])
+        papers: list[str] = [entry.get("name", size) for entry in of_paper.get("panel", [{}])]
+        panels = tuple(_panels(settings, entries, changes, papers))  # these check the variants
+        judged = tuple(from_table(Claim, claim) for claim in claims)
+        _check_names(reported, judged, papers, {**variants, **of_paper.get("variant", {})})
         return Table(
             **about,
             name=Path(name).stem,
             scale=scale,
             figures=figures,
             reported=reported,
-            claims=tuple(from_table(Claim, claim) for claim in claims),
+            claims=judged,
             labels={variant: table.get("label", variant) for variant, table in variants.items()},
             assumptions={key: text + given.get(key, "") for key, text in assumptions.items()},
             data=to_prepare,
@@ -129,13 +135,12 @@ def load_table(
 def _settings(file: Settings, scale: str) -> Settings:
     """Return the settings of protocol, table and scale; a scale's own panels replace the table's."""
     of_table = {key: value for key, value in file.items() if key not in ("protocol", *SCALES)}
-    protocol = file.get("protocol", "") if scale == "paper" else scale
+    protocol = scale if scale != "paper" else check_choice("protocol", file.get("protocol"), _OF_PAPER)
     return merge(_protocol(protocol), merge(of_table, file.get(scale, {})))
 
 
 def _protocol(name: str) -> Settings:
-    protocols = load_toml(_CONFIGS / f"{_PROTOCOLS}.toml")
-    settings: Settings = protocols[check_choice("protocol", name, protocols)]
+    settings: Settings = load_toml(_CONFIGS / f"{_PROTOCOLS}.toml")[name]
     extended = settings.pop("extends", None)
     return merge(_protocol(extended), settings) if extended else settings
 
@@ -143,25 +148,52 @@ def _protocol(name: str) -> Settings:
 def _check(settings: Settings, changes: Settings, baseline: str) -> None:
     """Check what the layers need; the schema of a comparison checks the keys and values that come out of them."""
     for key, value in (*settings.items(), *changes.items()):
-        several = key in ("panel", "claim")
-        if not isinstance(value, list if several else Mapping):
-            words = f"{key} must be tables, each under [[{key}]]" if several else f"[{key}] must be a table"
-            raise ValueError(f"{words}, got {value!r}")
+        if key in ("panel", "claim"):
+            if not isinstance(value, list):
+                raise ValueError(f"{key} must be tables, each under [[{key}]], got {value!r}")
+        elif not isinstance(value, Mapping):
+            for table in fields(CompareConfig):
+                if is_dataclass(table.type) and key in {field.name for field in fields(table.type)}:
+                    raise ValueError(f"{key} must be given with its table, as {table.name}.{key}, got {value!r}")
+            _table(key, value)
     if not baseline:
         raise ValueError("baseline must be given")
     for variant in changes.get("variant", ()):
         check_choice("variant", variant, [baseline, *settings.get("variant", ())])
 
 
-def _panels(settings: Settings, entries: Sequence[Settings], changes: Settings, of_paper: Settings) -> Iterator[Panel]:
-    """Yield the panels, each with the paper's panel that it stands for."""
-    size = "{width}x{depth}".format(**of_paper["model"])
-    papers = [entry.get("name", size) for entry in of_paper.get("panel", [{}])]
+def _check_names(
+    reported: Settings, claims: Sequence[Claim], panels: Collection[str], variants: Collection[str]
+) -> None:
+    """Check that the paper's numbers and claims are of panels and variants that the table has at the paper's scale."""
+    for kind, numbers in reported.items():
+        check_choice("[reported]", kind, ("loss", "speedup"))
+        for panel, by_variant in _table(f"reported.{kind}", numbers).items():
+            check_choice(f"[reported.{kind}]", panel, panels)
+            for variant in _table(f'reported.{kind}."{panel}"', by_variant):
+                check_choice(f"[reported.{kind}] {panel}", variant, variants)
+    for claim in claims:
+        for panel in {*claim.panels, claim.since} - {""}:
+            check_choice("panels and since of a claim", panel, panels)
+        for variant in {claim.variant, claim.against} - {""}:
+            check_choice("variant and against of a claim", variant, variants)
+
+
+def _table(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"[{name}] must be a table, got {value!r}")
+    return value
+
+
+def _panels(
+    settings: Settings, entries: Sequence[Settings], changes: Settings, papers: Sequence[str]
+) -> Iterator[Panel]:
+    """Yield the panels, each with the one of the `papers` that it stands for."""
     seen = set()
     for entry in entries:
         of_panel = {key: value for key, value in entry.items() if key not in ("name", "stands_for")}
         config = _config(_in_proportion(merge(settings, of_panel), changes), changes.get("map", {}))
-        name = entry.get("name", f"{config.model.width}x{config.model.depth}")
+        name: str = entry.get("name", f"{config.model.width}x{config.model.depth}")
         if not re.fullmatch(r"[\w+-]+", name) or name in seen:
             raise ValueError(f"panel must have a unique name of letters, digits, '+', '-' and '_', got {name!r}")
         seen.add(name)
@@ -211,7 +243,7 @@ def read_table(out: str | Path) -> Table[PanelResult]:
     """
     out = Path(out)
     if not (out / TABLE).exists():
-        raise ValueError(f"out must be the folder of a table, which has {TABLE}, got {str(out)!r}")
+        raise ValueError(f"out must be the folder of a table, got {str(out)!r} without {TABLE}")
     about = read_json(out / TABLE)
     try:
         claims = tuple(from_table(Claim, claim) for claim in about.pop("claims"))
@@ -221,5 +253,6 @@ def read_table(out: str | Path) -> Table[PanelResult]:
             comparison = Comparison.load(folder) if (folder / COMPARISON).exists() else None
             panels.append(PanelResult(panel["name"], panel["stands_for"], comparison))
         return Table(**about, claims=claims, panels=tuple(panels))
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{str(out / TABLE)!r} is damaged, or of another version of symexplin: {error}") from None
+    except (KeyError, TypeError):
+        remedy = "symexplin reproduce with --resume writes it again"
+        raise ValueError(f"{str(out / TABLE)!r} is damaged, or of another version of symexplin: {remedy}") from None

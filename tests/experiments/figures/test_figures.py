@@ -31,13 +31,17 @@ def test_a_figure_is_written_with_its_text_and_the_same_each_time(tmp_path):
     [
         ("loss_curve", [], "did you mean 'loss_curves'?"),
         ("loss_curves", [], "folders of comparisons, or of a table .* for loss_curves, got 0: none"),
-        ("symexp_sel", ["x"], "sources must be nothing for symexp_sel, got 1: 'x'"),
+        ("symexp_sel", ["x"], "sources must be none for symexp_sel, got 1: 'x'"),
         ("heavy_tail", ["x", "y"], "a safetensors file .* got 2: 'x', 'y'"),
         ("loss_curves", ["."], "a comparison or a table, or a run .*, got '.'"),
         ("heavy_tail", ["."], "path must be a safetensors file, or a folder"),
         ("raw_effective", ["no/such"], "no/such"),
-        ("mechanism_ablations", ["damaged"], "damaged, or of another version of symexplin: KeyError"),
-        ("loss_curves", ["command"], "got a comparison of a command, 'command'"),
+        ("mechanism_ablations", ["damaged"], "damaged, or of another version of symexplin: delete it"),
+        (
+            "loss_curves",
+            ["command"],
+            "got 'command', a comparison of a command: the charts that it has are in its report.html",
+        ),
     ],
 )
 def test_a_source_that_does_not_fit_is_named(tmp_path, monkeypatch, name, sources, words):

@@ -78,5 +78,5 @@ def test_a_run_is_read_wherever_it_trains_from_its_checkpoints(folders, tmp_path
     (folder / "config.toml").write_text(text.replace('device = "cpu"', 'device = "cuda:7"'))
     assert probe(folder).step == 6
     shutil.rmtree(folder / "checkpoints")
-    with pytest.raises(ValueError, match=r"sources must name a run with a checkpoint, got .*run', which has none"):
+    with pytest.raises(ValueError, match=r"sources must be runs with a checkpoint, got .*run', which has none"):
         probe(folder)

@@ -56,6 +56,12 @@ def test_the_distribution_is_that_of_all_weights(file):
     fresh = lines(right)["Xavier's uniform start"]
     assert fresh.get_ydata() == pytest.approx(1 - fresh.get_xdata())
     assert points(growths) == points(draw("heavy_tail", [file]).axes[0])
+    assert {x for x, _ in points(growths)} <= set(growths.get_xticks())
+
+
+def test_a_model_of_one_layer_has_ticks_of_whole_layers(tmp_path):
+    write_tensors(tmp_path / "a", {"blocks.3.up.weight": torch.ones(4, 4)})
+    assert [*draw("weight_distribution", [tmp_path / "a"]).axes[2].get_xticks()] == [2.0, 3.0, 4.0]
 
 
 def test_heavy_tails_of_each_matrix(file):

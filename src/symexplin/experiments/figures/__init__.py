@@ -26,7 +26,7 @@ class FigureSpec:
 
     draw: Callable[[Sequence[Path]], Figure]
     place: str
-    sources: str = "nothing"
+    sources: str = "none"
     most: int | None = 0
 
     @property
@@ -86,7 +86,7 @@ def draw(name: str, sources: Sequence[str | Path] = ()) -> Figure:
         with mpl.rc_context(STYLE):
             return spec.draw([Path(source) for source in sources])
     except KeyError as error:
-        raise ValueError(f"{given}: damaged, or of another version of symexplin: it lacks {error}") from None
+        raise ValueError(f"{given}: damaged, or of another version of symexplin: {error} is missing") from None
 
 
 def format_figures() -> str:

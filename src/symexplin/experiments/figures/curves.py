@@ -147,7 +147,7 @@ def _homes(compared: Comparison) -> tuple[Row, Row]:
         if module and optimizer and module["home"] == "module" and {**module, "home": "optimizer"} == optimizer:
             return rows
     homes = ", ".join(f"{variant}: {curve and curve['home']}" for variant, curve in maps.items())
-    raise ValueError(f"sources must name a comparison with one map in both homes, module and optimizer, got {homes}")
+    raise ValueError(f"sources must be a comparison with one map in both homes, module and optimizer, got {homes}")
 
 
 def lr_annealing(sources: Sequence[Path]) -> Figure:
@@ -156,7 +156,7 @@ def lr_annealing(sources: Sequence[Path]) -> Figure:
     annealed = next((row for row in compared.rows("best") if row.lr and _is_annealed(compared, row)), None)
     if annealed is None:
         variants = ", ".join(compared.variants)
-        raise ValueError(f"sources must name a comparison with a variant whose scales are annealed, got {variants}")
+        raise ValueError(f"sources must be a comparison with a variant whose scales are annealed, got {variants}")
     figure, (left, right) = sheet(2, 2, (5.4, 4.4))
     _draw_rows(left, compared, f"Loss after {100 * _LATE:.0f}% of the steps", compared.rows("best"), early=_LATE)
     variant, lr = annealed.variant, annealed.lr or 0.0

@@ -138,7 +138,7 @@ def transform_outliers(sources: Sequence[Path]) -> Figure:
 def _by_role(sources: Sequence[Path], bands: Sequence[tuple[float, float]], largest: int) -> Figure:
     folder = run_of(sources[0], curved=True)
     if not (words := map_words(run_config(folder))):
-        raise ValueError(f"sources must name a run of a curved model, got {str(folder)!r} with ordinary weights")
+        raise ValueError(f"sources must be a run of a curved model, got {str(folder)!r} with ordinary weights")
     step, roles = probe(folder)
     title = f"{folder.resolve().name}, step {step:,}\n{words}"
     figure, places = sheet(len(roles), min(_ABREAST, len(roles)), _SIZE, title=title)

@@ -47,18 +47,20 @@ def comparisons(sources: Sequence[Path]) -> list[Comparison]:
         elif (source / COMPARISON).exists():
             compared.append(_comparison(source))
         else:
-            wanted = "a comparison or a table, or a run where the figure is of one"
-            raise FileNotFoundError(f"sources must name {wanted}, got {str(source)!r}")
+            wanted = "a comparison or a table, or a run if the figure is of one"
+            raise FileNotFoundError(f"sources must be {wanted}, got {str(source)!r}")
     if not compared:
-        raise ValueError(f"sources must name a table with a finished comparison, got {', '.join(map(str, sources))}")
+        raise ValueError(f"sources must have a finished comparison, got {', '.join(map(str, sources))}")
     return compared
 
 
 def _comparison(source: Path) -> Comparison:
     comparison = Comparison.load(source)
     if "command" in comparison.facts["config"]:
-        wanted = "comparisons of the laboratory's own runs"
-        raise ValueError(f"sources must name {wanted}, got a comparison of a command, {str(source)!r}")
+        raise ValueError(
+            f"sources must be comparisons of runs of symexplin train, got {str(source)!r}, a comparison of a command: "
+            "the charts that it has are in its report.html"
+        )
     return comparison
 
 
@@ -81,7 +83,7 @@ def run_of(source: Path, curved: bool) -> Path:
     row = compared.leader((learned or list(maps)) if curved else compared.variants[:1])
     if row is None:
         kind = "curved variant" if curved else "baseline"
-        raise ValueError(f"sources must name a comparison with a {kind} that stayed finite, got {str(source)!r}")
+        raise ValueError(f"sources must have a {kind} that stayed finite, got {str(source)!r}")
     return compared.folder_of(next(iter(compared.finite(row.variant, row.lr).values())))
 
 
@@ -142,7 +144,7 @@ def probe(folder: Path) -> Probe:
     initial = {name: layer.weight.clone() for name, layer in layers.items()}
     checkpoint = newest_intact(folder, warnings.warn)
     if checkpoint is None:
-        raise ValueError(f"sources must name a run with a checkpoint, got {str(folder)!r}, which has none")
+        raise ValueError(f"sources must be runs with a checkpoint, got {str(folder)!r}, which has none")
     path, state = checkpoint
     load_weights(built.model, path)
     load_optimizer(built.optimizer, path, state["optimizer"])

@@ -49,7 +49,7 @@ def weight_distribution(sources: Sequence[Path]) -> Figure:
     panel(left, "Histogram", "w / Xavier's bound", _DENSITY)
     right.axvline(1.0, **GUIDE_LINE, label="largest at Xavier's start")
     lines = [Line(_START, 1.0 - share, share, 0), Line(_NOW, sizes, share, 1)]
-    panel(right, "Tail", "|w| / Xavier's bound (log scale)", "share of weights beyond (log scale)", lines)
+    panel(right, "Tail", "|w| / Xavier's bound (log scale)", "share beyond (log scale)", lines)
     right.set(xscale="log", yscale="log", xlim=(_SMALLEST, 1.5 * top), ylim=(0.5 * share[0], 2.0))
     _draw_growth(growth, _rows(path))
     return figure
@@ -72,7 +72,7 @@ def _tail(parts: Iterable[Floats]) -> tuple[Floats, Floats, float]:
         total += float(values.sum())
         largest = max(largest, float(values.max(initial=0.0)))
     if not largest:
-        raise ValueError("sources must name weights that are not all zero, or that have moved from their start")
+        raise ValueError("sources must have weights that are not all zero, and not all at their start")
     beyond, falling = np.cumsum(counts[::-1]), _EDGES[-2::-1]
     below = falling < largest
     share = np.append(1.0, beyond[below]) / beyond[-1]
@@ -118,6 +118,8 @@ def _draw_growth(axes: Axes, rows: Sequence[Row]) -> None:
     title, lines = "Growth: largest |w| / Xavier's bound", _points(rows, layers, growths)
     panel(axes, title, "layer (-1: not numbered)", "growth", lines)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if layers.min() == layers.max():  # matplotlib would show hundredths of a layer
+        axes.set_xlim(layers[0] - 1.0, layers[0] + 1.0)
 
 
 def _place(name: str) -> tuple[int, str]:
