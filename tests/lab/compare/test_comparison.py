@@ -72,7 +72,7 @@ def test_variants_are_compared_at_the_shared_rate_and_at_their_best():
     assert comparison.notes == [
         "At AdamW's best learning rate, 0.003, SEL ends at 2.1000, 0.1000 above AdamW's 2.0000, and never reaches that "
         "loss.",
-        "At its own best learning rate, 0.01, SEL ends at 1.0000, 1.0000 below AdamW's 2.0000, and reaches that loss "
+        "At its best learning rate, 0.01, SEL ends at 1.0000, 1.0000 below AdamW's 2.0000, and reaches that loss "
         "in 75% of the steps.",
         "The best learning rate of SEL is the highest tried: a wider sweep may find a better one.",
     ]

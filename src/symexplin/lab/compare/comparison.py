@@ -269,8 +269,7 @@ class Comparison:
         leader = self.leader([row.variant for row in others])
         if leader is None:
             return [self._all_diverged(" or ".join(self.label(row.variant) for row in others))]
-        rate = "its best learning rate" if leader.lr != base.lr else "the best learning rate of both"
-        first = f"At {rate}, {leader.lr:g}, {self._result(leader)}."
+        first = self._at_own_lr(leader)
         if len(others) > 1:
             first = f"Of {len(others)} variants, {self.label(leader.variant)} ends lowest: a{first[1:]}"
         if len(self.seeds) < ENOUGH_SEEDS:
@@ -285,14 +284,9 @@ class Comparison:
         """All that there is to say of each variant, and what limits it."""
         sentences = []
         for row in self.best[1:]:
-            name = self.label(row.variant)
-            sentences.append(self._at_shared_lr(row.variant))
-            if row.lr is None:
-                sentences.append(self._all_diverged(name))
-            elif row.lr == self.shared_lr:
-                sentences.append(f"That is the best learning rate of {name} too.")
-            else:
-                sentences.append(f"At its own best learning rate, {row.lr:g}, {self._result(row)}.")
+            if row.lr != self.shared_lr:
+                sentences.append(self._at_shared_lr(row.variant))
+            sentences.append(self._at_own_lr(row) if row.lr else self._all_diverged(self.label(row.variant)))
         for row in self.best:
             if len(self.lrs) > 1 and row.lr in (self.lrs[0], self.lrs[-1]):
                 side, name = "lowest" if row.lr == self.lrs[0] else "highest", self.label(row.variant)
@@ -311,6 +305,10 @@ class Comparison:
 
     def _all_diverged(self, names: str) -> str:
         return f"No learning rate tried kept {names} finite in every seed."
+
+    def _at_own_lr(self, row: Row) -> str:
+        rate = "the best learning rate of both" if row.lr == self.shared_lr else "its best learning rate"
+        return f"At {rate}, {row.lr:g}, {self._result(row)}."
 
     def _at_shared_lr(self, variant: str) -> str:
         row = self.shared[self.variants.index(variant)]
