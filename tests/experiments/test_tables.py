@@ -49,33 +49,28 @@ def test_the_tables_of_the_package_are_known():
     assert set(names()) == OF_THE_PAPER | BEYOND
 
 
-@pytest.mark.parametrize("scale", SCALES)
 @every_table
-def test_a_table_is_complete_at_every_scale(name, scale):
-    table, paper = loaded(name, scale), loaded(name, "paper")
-    assert bool(table.place) == (name in OF_THE_PAPER)
-    assert set(table.figures) <= set(FIGURES)
-    assert len({panel.name for panel in table.panels}) == len(table.panels)
-    assert {panel.stands_for for panel in table.panels} <= {panel.name for panel in paper.panels} | {""}
-    for panel in table.panels:
-        grid, model = panel.config.compare, panel.config.model
-        assert set(table.labels) >= set(grid.variants)
-        assert grid.baseline == table.baseline == next(iter(table.labels))
-        assert panel.name.startswith(f"{model.width}x{model.depth}")
+def test_a_table_is_complete_at_every_scale(name):
+    for scale in SCALES:
+        table = loaded(name, scale)
+        assert bool(table.place) == (name in OF_THE_PAPER)
+        assert set(table.figures) <= set(FIGURES)
+        assert {panel.stands_for for panel in table.panels} <= {
+            panel.name for panel in loaded(name, "paper").panels
+        } | {""}
+        for panel in table.panels:
+            grid, model = panel.config.compare, panel.config.model
+            assert set(table.labels) >= set(grid.variants)
+            assert grid.baseline == table.baseline == next(iter(table.labels))
+            assert panel.name.startswith(f"{model.width}x{model.depth}")
 
 
 @every_table
 def test_claims_are_what_the_papers_own_losses_say(name):
     table = loaded(name, "paper")
-    panels, variants = {panel.name for panel in table.panels}, set(table.labels)
     losses = table.reported.get("loss", {})
-    for numbers in table.reported.values():
-        assert numbers.keys() <= panels
-        assert all(found.keys() <= variants for found in numbers.values())
     assert len({dataclasses.replace(claim, text="") for claim in table.claims}) == len(table.claims)
     for claim in table.claims:
-        assert {claim.variant, claim.against} <= variants | {""}, claim
-        assert {*claim.panels, claim.since} <= panels | {""}, claim
         for panel in losses.keys() & set(claim.panels or losses):
             ends = losses[panel].get(claim.variant), losses[panel].get(claim.against)
             if None in ends or claim.measure not in ("final", "lowest"):
@@ -153,13 +148,16 @@ def test_the_tables_vary_what_they_say():
     assert normal == ["AdamW-normal", "mismatch-normal"]
 
 
-@every_table
-def test_every_variant_of_a_table_in_miniature_takes_a_step(name):
-    grid = loaded(name, "mini").panels[-1].config.compare
-    assert grid.seeds + grid.confirm_seeds == (0, 1, 2)
-    assert len(grid.lrs) >= 4
-    small = {"model": {"width": 32, "depth": 3, "heads": 2, "context": 8}}  # at 16 the rule's beta is below 1
-    for run in runs(load_table(name, "mini", changes=small).panels[0]).values():
+def test_every_variant_in_miniature_takes_a_step():
+    small = {"model": {"width": 32, "depth": 1, "heads": 2, "context": 8}}  # at 16 the rule's beta is below 1
+    distinct = {}  # tables share variants
+    for name in names():
+        panel = load_table(name, "mini", changes=small).panels[0]
+        assert panel.config.compare.seeds == (0, 1, 2)
+        assert len(panel.config.compare.lrs) >= 4
+        distinct |= {repr((run.sel, run.model)): run for run in runs(panel).values()}
+    assert len(distinct) > 30
+    for run in distinct.values():
         model, optimizer, _ = build(run)
         model(torch.zeros(1, 8, dtype=torch.long), torch.ones(1, 8, dtype=torch.long)).backward()
         old = [p.detach().clone() for p in model.blocks.parameters()]

@@ -115,14 +115,11 @@ def curve_of(variant):
     return CompareConfig("", ModelConfig(width=WIDTH)).run(Cell(variant, 1e-2, 0)).sel
 
 
-@pytest.mark.parametrize("name", ["paper", "fixed_curvature", "frozen", "congruent", "exp_only"])
-def test_the_papers_variants_are_its_presets(name):
-    assert map_of(curve_of(name), WIDTH) == sel.preset(name).resolve(WIDTH)
-    assert curve_of("module") == dataclasses.replace(curve_of("paper"), home="module")
-
-
-def test_the_baseline_is_plain_and_the_default_map_may_learn():
+def test_the_papers_variants_are_its_presets_the_baseline_is_plain_and_the_default_map_may_learn():
     """At width 64 = 1024/16 beta is a quarter of 7.5, and l = beta/7.5."""
+    for name in ("paper", "fixed_curvature", "frozen", "congruent", "exp_only"):
+        assert map_of(curve_of(name), WIDTH) == sel.preset(name).resolve(WIDTH)
+    assert curve_of("module") == dataclasses.replace(curve_of("paper"), home="module")
     assert map_of(curve_of("AdamW"), WIDTH) is None
     fixed, learned = map_of(curve_of("default"), WIDTH), map_of(curve_of("learned"), WIDTH)
     assert (fixed.mode, fixed.beta, fixed.learned_roles) == ("exp_only", 7.5 / 4, ())

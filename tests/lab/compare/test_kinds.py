@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -69,11 +68,8 @@ def test_its_runs_are_ordinary_runs_and_the_comparison_is_theirs(finished, data,
         assert (run.curve, run.loss) == (tuple(map(tuple, result["curve"])), result["loss"])
         assert (tmp_path / cell.name / "metrics.jsonl").read_bytes() == bits(folder)[f"runs/{cell.name}/metrics.jsonl"]
     assert comparison.maps["AdamW"] is None
-    assert [comparison.maps["default"][key] for key in ("home", "start", "mode")] == [
-        "optimizer",
-        "matched",
-        "exp_only",
-    ]
+    expected = {"home": "optimizer", "start": "matched", "mode": "exp_only"}
+    assert expected.items() <= comparison.maps["default"].items()
     assert (comparison.facts["corpus"]["tokenizer"], comparison.facts["provenance"]["threads"]) == ("byte", 1)
     assert comparison.facts["model"]["parameters"] == sum(p.numel() for p in Transformer(config.model).parameters())
     assert from_table(CompareConfig, load_toml(folder / "compare.toml")).compare == config.compare
@@ -136,16 +132,8 @@ def test_killed_in_the_second_stage_it_goes_on_to_the_same_bits(finished, data, 
     for name in NAMES[2:4]:  # those of the first stage
         shutil.copytree(finished[0] / "runs" / name, out / "runs" / name)
     shutil.copy(finished[0] / "compare.toml", out)
-    command = [
-        sys.executable,
-        "-m",
-        "symexplin",
-        "compare",
-        str(tmp_path / "config.toml"),
-        "--out",
-        str(out),
-        "--resume",
-    ]
+    words = ["compare", str(tmp_path / "config.toml"), "--out", str(out), "--resume"]
+    command = [sys.executable, "-m", "symexplin", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         confirming = False
         for line in process.stdout:
@@ -154,20 +142,11 @@ def test_killed_in_the_second_stage_it_goes_on_to_the_same_bits(finished, data, 
                 process.kill()
     assert process.returncode == -signal.SIGKILL
     assert not (out / "comparison.json").exists()
-    if sys.platform.startswith("linux"):
-        deadline = time.monotonic() + 20
-        while [line for line in _processes() if str(out) in line]:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
     monkeypatch.setattr(launch, "cores", lambda: 2)
     grid = dataclasses.replace(config.compare, jobs=2)
     comparison = compared(dataclasses.replace(config, compare=grid), out, resume=True)
     assert numbers(comparison) == [run for run in numbers(finished[1]) if run[1] == 1e-2]
     assert bits(out) == {name: content for name, content in bits(finished[0]).items() if "lr0.01-" in name}
-
-
-def _processes():
-    return subprocess.run(["ps", "-ww", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 @pytest.mark.usefixtures("in_process")
