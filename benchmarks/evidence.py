@@ -27,7 +27,7 @@ from matplotlib.transforms import blended_transform_factory
 from symexplin.experiments.results import comparisons
 from symexplin.lab.compare.comparison import Comparison, Row
 from symexplin.lab.compare.grid import LABELS
-from symexplin.lab.compare.interval import BETTER, ENOUGH_SEEDS, NO_DIFFERENCE, TOO_FEW, WORSE, Interval
+from symexplin.lab.compare.interval import BETTER, ENOUGH_SEEDS, NO_DIFFERENCE, NOT_RESOLVED, TOO_FEW, WORSE, Interval
 from symexplin.lab.report.charts import COLORS, GUIDE, STYLE, UNDATED, draw_sweep, sheet, styles
 
 ROOT = Path(__file__).parents[1]
@@ -110,7 +110,7 @@ class Group:
         for variant, compared in self.variants:
             verdict, cell = self.cell(variant, compared)
             by_verdict.setdefault(verdict, []).append(cell)
-        for verdict in (BETTER, NO_DIFFERENCE, WORSE, TOO_FEW, DIVERGED):
+        for verdict in (BETTER, NOT_RESOLVED, NO_DIFFERENCE, WORSE, TOO_FEW, DIVERGED):
             if cells := by_verdict.get(verdict):
                 yield f"| {title} | {verdict} | {'<br>'.join(cells)} |"
                 title = "..."
@@ -126,7 +126,8 @@ class Group:
         interval = row.interval
         half = "" if math.isinf(interval.detectable) else f" ± {interval.detectable:.4f}"
         seeds = f" ({in_seeds(len(interval.values))})" if len(interval.values) != len(self.baseline.seeds) else ""
-        return interval.verdict, f"{variant}, {row.lr:g}: {interval.mean:+.4f}{half}{seeds}"
+        signs = interval.words.removeprefix(interval.verdict).replace(":", ",")
+        return interval.verdict, f"{variant}, {row.lr:g}: {interval.mean:+.4f}{half}{seeds}{signs}"
 
 
 def groups(compared: Iterable[Compared]) -> list[Group]:

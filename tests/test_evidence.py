@@ -56,6 +56,7 @@ def test_words_need_an_interval_on_one_side_of_zero(evidence, tmp_path):
         add("lower", 0.1, seed, 0.9 + seed + 0.001 * seed)
         add("higher", 0.2, seed, 1.1 + seed + 0.001 * seed)
         add("same", 0.2, seed, 1.0 + seed + (-1) ** seed * 0.1)
+        add("apart", 0.2, seed, 1.0 + seed + 0.1 * (1 + seed))
         add("diverged", 0.2, seed, "")
     add("lower", 0.2, 0, 0.1)  # one seed does not make a best rate beside three
     path.write_text("\n".join(lines) + "\n")
@@ -66,6 +67,8 @@ def test_words_need_an_interval_on_one_side_of_zero(evidence, tmp_path):
     assert words["lower"].verdict == "better"
     assert words["higher"].verdict == "worse"
     assert words["same"].verdict == "no difference detected"
+    assert words["apart"].verdict == "not resolved"
+    assert evidence.in_words(words["apart"]).endswith(", not resolved: all 3 seeds are higher")
     assert words["diverged"] is None
     values = words["same"].values
     mean = sum(values) / 3

@@ -4,7 +4,7 @@ import symexplin as sel
 from symexplin.experiments.claims import VERDICTS, Claim, PanelResult, judge
 from table_folders import panel_folder
 
-DID_NOT, OTHER_SIGN, NO_DIFFERENCE, HELD, SAME_SIGN, UNTESTED = VERDICTS
+DID_NOT, OTHER_SIGN, NO_DIFFERENCE, NOT_RESOLVED, HELD, SAME_SIGN, UNTESTED = VERDICTS
 LOSSES = {"1x1": {"A": 2.0, "B": 1.9}, "9x9": {"A": 1.5, "B": 1.2}}  # the paper's
 
 
@@ -35,12 +35,13 @@ def test_a_claim_is_judged_at_own_best_rates_and_the_shared_rate_stands_beside(t
     loss = {("A", 0.001): 2.5, ("A", 0.01): [2.0, 2.1, 2.2], ("B", 0.001): [1.9, 2.01, 2.1], ("B", 0.01): 2.4}
     found = verdict(panel(tmp_path, loss, lrs=(0.001, 0.01)), claim())
     only = found.panels[0]
-    assert (found.verdict, only.best.verdict, only.shared.verdict) == (HELD, HELD, NO_DIFFERENCE)
+    assert (found.verdict, only.best.verdict, only.shared.verdict) == (HELD, HELD, NOT_RESOLVED)
+    assert only.shared.text.startswith("all 3 seeds are higher; final loss of B minus that of A: ")
     assert only.best.interval.values == pytest.approx((-0.1, -0.09, -0.1))
     assert only.shared.interval.mean == pytest.approx(0.3)
     assert only.sentence == (
         "p: held: final loss of B minus that of A: -0.0967 (99%: -0.1297 to -0.0636); at the shared rate "
-        "no difference detected: +0.3000 (99%: -0.2730 to +0.8730); the paper has -0.1."
+        "not resolved: +0.3000 (99%: -0.2730 to +0.8730); the paper has -0.1."
     )
     # Runs that should be the same are compared at the shared rate.
     loss = {("A", 0.001): 2.0, ("A", 0.01): 3.0, ("B", 0.001): 2.0 + 1e-5, ("B", 0.01): 1.9}
@@ -60,6 +61,8 @@ A = [2.0, 2.1, 2.2]
         ("below", [0.1, 0.1, 0.12], None, DID_NOT),
         ("below", [-0.1, 0.1, -0.1], None, NO_DIFFERENCE),
         ("below", [0.0, 0.0, 0.0], None, NO_DIFFERENCE),
+        ("below", [-0.1, 0.0, -0.2], None, NO_DIFFERENCE),
+        ("above", [-0.1, -0.2, -0.3], None, NOT_RESOLVED),
         ("above", [0.1, 0.1, 0.12], None, HELD),
         ("above", [-0.1, -0.1, -0.12], None, DID_NOT),
         ("within", [0.0002, -0.0002, 0.0001], 0.003, HELD),

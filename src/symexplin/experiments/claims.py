@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Literal, NamedTuple
 
 from symexplin.lab.compare.comparison import Comparison, Run
-from symexplin.lab.compare.interval import BETTER, ENOUGH_SEEDS, NO_DIFFERENCE, TOO_FEW, WORSE, Interval
+from symexplin.lab.compare.interval import BETTER, ENOUGH_SEEDS, NO_DIFFERENCE, NOT_RESOLVED, TOO_FEW, WORSE, Interval
 from symexplin.lab.settings import Schema
 from symexplin.validation import check_choice
 
@@ -24,7 +24,7 @@ __all__ = [
 HELD, DID_NOT, UNTESTED = "held", "did not hold", "not tested at this scale"
 # What one seed shows. The paper's own results are of one seed.
 SAME_SIGN, OTHER_SIGN = "same sign as the paper, one seed", "other sign than the paper, one seed"
-VERDICTS = (DID_NOT, OTHER_SIGN, NO_DIFFERENCE, HELD, SAME_SIGN, UNTESTED)  # the worst first
+VERDICTS = (DID_NOT, OTHER_SIGN, NO_DIFFERENCE, NOT_RESOLVED, HELD, SAME_SIGN, UNTESTED)  # the worst first
 
 _SIGNS = {"below": BETTER, "above": WORSE}
 _BOUNDS = ("within", "at_most", "same")
@@ -261,8 +261,9 @@ def _test(claim: Claim, interval: Interval) -> tuple[str, str]:
         return SAME_SIGN if side > 0 else OTHER_SIGN, ""
     if interval.verdict == TOO_FEW:
         return UNTESTED, f"{TOO_FEW}; "
-    if interval.verdict == NO_DIFFERENCE and claim.test in _SIGNS:
-        return NO_DIFFERENCE, ""
+    if claim.test in _SIGNS and interval.verdict in (NO_DIFFERENCE, NOT_RESOLVED):
+        verdict, _, reason = interval.words.partition(": ")
+        return verdict, reason and f"{reason}; "
     if claim.test in _SIGNS:
         return HELD if interval.verdict == _SIGNS[claim.test] else DID_NOT, ""
     least = -bound if claim.test == "within" else -math.inf

@@ -113,7 +113,7 @@ def _measured(row: Row, compared_at: str) -> dict[str, Any]:
         "seeds": list(row.seeds),
         **{key: getattr(row, key) for key in ("finite", "loss", "spread", "delta", "speedup", "reached")},
         "detectable": None if interval is None or math.isinf(interval.detectable) else interval.detectable,
-        "shown": "not finite" if interval is None else interval.verdict,
+        "shown": "not finite" if interval is None else interval.words,
     }
 
 

@@ -329,7 +329,7 @@ class Comparison:
         ending = f"{name} ends at {_loss(row)}, {place} {base}'s {_loss(baseline)}"
         if count >= ENOUGH_SEEDS and row.interval is not None:
             interval = row.interval
-            ending += f" ({interval.verdict}; 99% interval {interval.low:+.4f} to {interval.high:+.4f})"
+            ending += f" ({interval.words}; 99% interval {interval.low:+.4f} to {interval.high:+.4f})"
         if row.speedup is not None:
             return f"{ending}, and reaches that loss in {100 / row.speedup:.0f}% of the steps"
         if row.reached:

@@ -1,7 +1,8 @@
 """One rule for what differences over seeds show, used wherever results are put into words.
 
-"Better" and "worse" need Student's 99% interval of the mean on one side of zero. An interval that contains zero is "no
-difference detected", and its half-width is the smallest mean difference that these seeds could detect.
+"Better" and "worse" need Student's 99% interval of the mean on one side of zero. An interval that contains zero is "not
+resolved" if all seeds point one way, else "no difference detected"; its half-width is the smallest mean difference that
+these seeds could detect.
 """
 
 import math
@@ -9,11 +10,15 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["BETTER", "CONFIDENCE", "ENOUGH_SEEDS", "NO_DIFFERENCE", "TOO_FEW", "WORSE", "Interval"]
+__all__ = [
+    *("BETTER", "CONFIDENCE", "ENOUGH_SEEDS", "NOT_RESOLVED", "NO_DIFFERENCE", "TOO_FEW", "WORSE"),
+    "Interval",
+]
 
 CONFIDENCE = 0.99
 ENOUGH_SEEDS = 3  # two seeds have an interval, too, 64 standard errors wide
-BETTER, WORSE, NO_DIFFERENCE, TOO_FEW = "better", "worse", "no difference detected", "too few seeds"
+BETTER, WORSE = "better", "worse"
+NOT_RESOLVED, NO_DIFFERENCE, TOO_FEW = "not resolved", "no difference detected", "too few seeds"
 
 
 @dataclass(frozen=True)
@@ -58,9 +63,16 @@ class Interval:
         """What the rule says of a difference of losses, where lower is better."""
         if len(self.values) < ENOUGH_SEEDS:
             return TOO_FEW
-        if self.high < 0:
-            return BETTER
-        return WORSE if self.low > 0 else NO_DIFFERENCE
+        if self.high < 0 or self.low > 0:
+            return BETTER if self.high < 0 else WORSE
+        return NOT_RESOLVED if min(self.values) > 0 or max(self.values) < 0 else NO_DIFFERENCE
+
+    @property
+    def words(self) -> str:
+        """The verdict, and which way the seeds of a difference that is not resolved point."""
+        if self.verdict != NOT_RESOLVED:
+            return self.verdict
+        return f"{NOT_RESOLVED}: all {len(self.values)} seeds are {'higher' if self.mean > 0 else 'lower'}"
 
     def __str__(self) -> str:
         if math.isinf(self.detectable):
