@@ -39,6 +39,7 @@ TEXTS = {  # by the start of the data's fingerprint
     "3743d9e4": "technical English, BPE of 4,096",
 }
 DIVERGED = "diverged"
+PAPER_LR = 3e-4
 FRESH = 10  # seeds from this one on had no part in a choice
 
 
@@ -88,6 +89,21 @@ def in_seeds(count: int) -> str:
     return f"{count} seed{'s' * (count > 1)}"
 
 
+def chose(comparison: Comparison) -> set[int]:
+    """Return the seeds that chose the learning rates: the baseline ran at more than one, besides the paper's 3e-4.
+
+    A second stage trains the baseline at its best rate alone.
+    """
+    tried = {(run.seed, run.lr) for run in comparison.runs if run.variant == comparison.baseline}
+    return {seed for seed, count in Counter(seed for seed, lr in tried if lr != PAPER_LR).items() if count > 1}
+
+
+def chosen_by(comparison: Comparison) -> str:
+    """Return which seeds chose the learning rates, "" where all did."""
+    seeds = sorted(chose(comparison))
+    return f", rates by {', '.join(map(str, seeds))}" if 0 < len(seeds) < len(comparison.seeds) else ""
+
+
 @dataclass(frozen=True)
 class Group:
     """Experiments with the same baseline runs, and the variants of them all."""
@@ -105,7 +121,7 @@ class Group:
         commits = ", ".join(dict.fromkeys(experiment.commit for experiment, _ in self.experiments))
         base = self.baseline
         title = f"**{self.experiments[0][0].setting}**<br>{base.variant}, {base.lr:g}: {base.loss:.4f}"
-        title += f"<br>{in_seeds(len(base.seeds))} ({commits})"
+        title += f"<br>{in_seeds(len(base.seeds))}{chosen_by(self.experiments[0][1])} ({commits})"
         by_verdict: dict[str, list[str]] = {}
         for variant, compared in self.variants:
             verdict, cell = self.cell(variant, compared)
@@ -269,15 +285,6 @@ class Difference:
         return f"{METHODS[self.method]}, lr {self.row.lr:g}: {self.interval}; seeds (* chose): {seeds}"
 
 
-def chose(comparison: Comparison) -> set[int]:
-    """Return the seeds that chose the learning rates: the baseline ran at more than one, besides the paper's 3e-4.
-
-    A second stage trains the baseline at its best rate alone.
-    """
-    tried = {(run.seed, run.lr) for run in comparison.runs if run.variant == comparison.baseline}
-    return {seed for seed, count in Counter(seed for seed, lr in tried if lr != PAPER_LR).items() if count > 1}
-
-
 class Picture(NamedTuple):
     """A figure, and in words the numbers that it shows, by which the file is checked."""
 
@@ -294,7 +301,6 @@ def numbers_of(path: Path) -> str | None:
     return ElementTree.parse(path).findtext(".//{http://purl.org/dc/elements/1.1/}description")
 
 
-PAPER_LR = 3e-4
 LOW, HIGH = -0.27, 0.25  # of the axis; what lies outside is written
 HEADING, LINE = 0.27, 0.19  # inches
 SIZE = 10  # points

@@ -45,10 +45,10 @@ def test_links_beside_the_rows_lead_to_files(name):
 
 def test_words_need_an_interval_on_one_side_of_zero(evidence, tmp_path):
     path = tmp_path / "rows.csv"
-    lines = ["table,panel,variant,lr,seed,data,steps,commit,final_loss"]
+    lines = ["table,panel,variant,lr,seed,stage,data,steps,commit,final_loss"]
 
     def add(variant, lr, seed, loss):
-        lines.append(f"t,p,{variant},{lr},{seed},c9b75369,600,abcdef0,{loss}")
+        lines.append(f"t,p,{variant},{lr},{seed},sweep,c9b75369,600,abcdef0,{loss}")
 
     for seed in range(3):
         add("AdamW", 0.1, seed, 2.0 + seed)
@@ -61,6 +61,7 @@ def test_words_need_an_interval_on_one_side_of_zero(evidence, tmp_path):
     add("lower", 0.2, 0, 0.1)  # one seed does not make a best rate beside three
     path.write_text("\n".join(lines) + "\n")
     ((experiment, comparison),) = evidence.experiments(path)
+    assert evidence.chosen_by(comparison) == ""
     assert experiment.setting == "p, 600 steps, Python sources"
     words = {row.variant: row.interval for row in comparison.best}
     assert evidence.best(comparison, "lower").lr == 0.1
@@ -73,6 +74,9 @@ def test_words_need_an_interval_on_one_side_of_zero(evidence, tmp_path):
     values = words["same"].values
     mean = sum(values) / 3
     error = math.sqrt(sum((value - mean) ** 2 for value in values) / 2 / 3)
+    lines[1:] = [line.replace("sweep", "confirm") if ",2,sweep" in line else line for line in lines[1:]]
+    path.write_text("\n".join(lines) + "\n")
+    assert evidence.chosen_by(evidence.experiments(path)[0][1]) == ", rates by 0, 1"
     assert words["same"].detectable == pytest.approx(9.924843 * error)  # Student's t at 99.5%, two degrees of freedom
 
 

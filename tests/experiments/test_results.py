@@ -51,9 +51,9 @@ def test_a_row_has_what_the_run_has(out, tmp_path):
         assert (row["data"], row["machine"]) == (facts["data"], facts["provenance"]["processor"])
         assert (row["steps"], row["tokens"]) == ("2", str(2 * 2 * 8))
     assert len({row["config_hash"] for row in found}) == len(found)
-    # Read back, all seeds choose.
     ((_, back),) = comparisons(file, lambda row: row["table"]).items()
     assert [(run.variant, run.lr, run.seed) for run in back.runs] == list(runs)
+    assert back.confirm_seeds == comparison.confirm_seeds == (1,)
     assert [run.loss for run in back.runs] == pytest.approx([run.loss for run in runs.values()], rel=1e-6)
     assert back.best[1].deltas == pytest.approx(comparison.best[1].deltas, abs=1e-5)
 

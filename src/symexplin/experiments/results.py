@@ -70,20 +70,26 @@ def append_results(out: str | Path, file: Path) -> int:
 def comparisons(file: Path, key: Callable[[Mapping[str, str]], K]) -> dict[K, Comparison]:
     """Return the runs of a CSV file of results as comparisons, one for each `key` of a row, in the order of the file.
 
-    The baseline is AdamW where it was trained, else the first variant. All seeds choose learning rates.
+    The baseline is AdamW where it was trained, else the first variant. Seeds that only confirm learning rates have no
+    say in them.
     """
     runs: dict[K, list[Run]] = {}
+    chose: dict[K, set[int]] = {}
     with file.open(newline="", encoding="utf-8") as lines:
         for row in csv.DictReader(lines):
             loss = row["final_loss"]
             curve = ((int(row["steps"]), float(loss)),) if loss else ()
             run = Run(row["variant"], float(row["lr"]), int(row["seed"]), curve, error=None if loss else "not finite")
             runs.setdefault(key(row), []).append(run)
+            if row["stage"] != "confirm":
+                chose.setdefault(key(row), set()).add(run.seed)
 
-    def compared(own: list[Run]) -> Comparison:
-        return Comparison(tuple(own), BASELINE if BASELINE in {run.variant for run in own} else own[0].variant)
+    def compared(name: K) -> Comparison:
+        own = tuple(runs[name])
+        confirm = dict.fromkeys(run.seed for run in own if run.seed not in chose[name])
+        return Comparison(own, BASELINE if BASELINE in {run.variant for run in own} else own[0].variant, tuple(confirm))
 
-    return {name: compared(own) for name, own in runs.items()}
+    return {name: compared(name) for name in runs}
 
 
 def earlier_runs(out: Path, on_cluster: bool) -> "Callable[[RunConfig, Corpus], Path | None]":
