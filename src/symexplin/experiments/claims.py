@@ -118,6 +118,11 @@ class Claim(Schema):
     since: str = ""
     paper: float | None = None
 
+    @property
+    def variants(self) -> list[str]:
+        """Whose runs the claim needs."""
+        return [self.variant, *([self.against] if self.against else [])]
+
     def __post_init__(self) -> None:
         """Check the words, and that what they need is there."""
         super().__post_init__()
@@ -183,15 +188,11 @@ def reported_gap(losses: Losses, panel: str, variant: str, against: str) -> floa
 
 def judge(claim: Claim, panels: Sequence[PanelResult], losses: Losses) -> ClaimVerdict:
     """Return the verdict on a claim in the panels of a table that ran with its variants; `losses` are the paper's."""
-    ran = [panel for panel in panels if panel.comparison and _variants(claim) <= {*panel.comparison.variants}]
+    ran = [panel for panel in panels if panel.comparison and {*claim.variants} <= {*panel.comparison.variants}]
     about = [[panel] for panel in ran if not claim.panels or panel.stands_for in claim.panels]
     if claim.since:
         about = [[first, panel] for first in ran if first.stands_for == claim.since for [panel] in about]
     return ClaimVerdict(claim, [_verdict(claim, group, losses) for group in about])
-
-
-def _variants(claim: Claim) -> set[str]:
-    return {claim.variant, claim.against} - {""}
 
 
 def _verdict(claim: Claim, panels: Sequence[PanelResult], losses: Losses) -> Verdict:
@@ -233,10 +234,9 @@ def _judge(claim: Claim, comparisons: Sequence[Comparison], which: str, names: S
 def _numbers(claim: Claim, comparison: Comparison, which: str) -> dict[int, float]:
     """Return the number of each seed."""
     lrs = {row.variant: row.lr for row in comparison.rows(which)}
-    variants = [variant for variant in (claim.variant, claim.against) if variant]
-    runs = [comparison.finite(variant, lrs[variant]) for variant in variants]
+    runs = [comparison.finite(variant, lrs[variant]) for variant in claim.variants]
     seeds = comparison.seeds
-    if lost := [variant for variant, finite in zip(variants, runs, strict=True) if len(finite) < len(seeds)]:
+    if lost := [variant for variant, finite in zip(claim.variants, runs, strict=True) if len(finite) < len(seeds)]:
         # A claim fails if its own variant alone diverges; it proves nothing if the other one does.
         alone = claim.against and lost == [claim.variant] and claim.test != "above"
         failed = alone and (len(seeds) >= ENOUGH_SEEDS or claim.test == "same")

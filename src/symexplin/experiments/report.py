@@ -79,10 +79,6 @@ def _headline(outcome: Table[PanelResult], claims: Sequence[ClaimVerdict]) -> li
     return [*sentences, f"Claims tried at scale {outcome.scale}{far}: {len(claims)}; {'; '.join(counts)}."]
 
 
-def _place(outcome: Table[PanelResult]) -> dict[str, Any]:
-    return {"table": outcome.name, "scale": outcome.scale}
-
-
 def _variants(
     outcome: Table[PanelResult], panel: PanelResult, comparison: Comparison
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -92,7 +88,8 @@ def _variants(
     for best, shared in zip(comparison.best, comparison.shared, strict=True):
         variant = best.variant
         known = {
-            **_place(outcome),
+            "table": outcome.name,
+            "scale": outcome.scale,
             "panel": panel.name,
             "stands_for": panel.stands_for,
             "variant": variant,
@@ -123,7 +120,8 @@ def _claim_rows(outcome: Table[PanelResult], judged: ClaimVerdict) -> Iterator[d
     for panel in judged.panels:
         best, shared = panel.best.interval, panel.shared.interval
         yield {
-            **_place(outcome),
+            "table": outcome.name,
+            "scale": outcome.scale,
             "claim": claim.text,
             **{key: getattr(claim, key) for key in ("place", "variant", "against", "measure", "test", "bound")},
             "panel": panel.panel,

@@ -175,7 +175,7 @@ def _check_names(
     for claim in claims:
         for panel in {*claim.panels, claim.since} - {""}:
             check_choice("panels and since of a claim", panel, panels)
-        for variant in {claim.variant, claim.against} - {""}:
+        for variant in claim.variants:
             check_choice("variant and against of a claim", variant, variants)
 
 

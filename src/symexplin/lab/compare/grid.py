@@ -12,7 +12,7 @@ from symexplin.lab.settings import Count, Pairs, Positive, Schema, Whole, from_t
 from symexplin.validation import check_choice, naming
 
 __all__ = [
-    *("BASELINE", "COMPARISON", "CONFIG", "DEMO", "PROCESSES", "RUNS", "VARIANTS"),
+    *("BASELINE", "COMPARISON", "CONFIG", "DEMO", "LABELS", "PROCESSES", "RUNS", "VARIANTS"),
     *("Cell", "ClusterConfig", "CompareConfig", "GridConfig"),
 ]
 
@@ -214,11 +214,6 @@ class CompareConfig(RunConfig):
     def example(self, variant: str) -> RunConfig:
         """Return the configuration of one run of a variant."""
         return self.run(Cell(variant, self.compare.lrs[0], self.compare.seeds[0]))
-
-    @property
-    def labels(self) -> dict[str, str]:
-        """The names in words of the variants that have one."""
-        return {name: text for name, text in LABELS.items() if name not in self.variant}
 
     def table(self) -> dict[str, Any]:
         """Return the configuration as a table to save, without the keys that its grid and its variants set."""

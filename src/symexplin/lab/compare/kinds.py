@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from symexplin.lab.compare.grid import CONFIG, RUNS, Cell, ClusterConfig, CompareConfig, GridConfig
+from symexplin.lab.compare.grid import CONFIG, LABELS, RUNS, Cell, ClusterConfig, CompareConfig, GridConfig
 from symexplin.lab.compare.launch import Task, gpus_here, threads_each
 from symexplin.lab.config import RunConfig, absolute, resolve
 from symexplin.lab.data.batches import Corpus
@@ -72,7 +72,7 @@ class Laboratory:
 
     Args:
         config: may leave values to the machine.
-        labels: {variant: its name in words}.
+        labels: {variant: its name in words}, instead of LABELS.
         earlier: finds a run that has ended elsewhere.
     """
 
@@ -83,7 +83,8 @@ class Laboratory:
         self._corpus = Corpus.load(config.data, verify=False)  # each run compares the digests
         self._corpus.check_context(config.model.context)
         self._config = _with_machine(config)
-        self._labels = config.labels if labels is None else labels
+        known = {name: text for name, text in LABELS.items() if name not in config.variant}
+        self._labels = known if labels is None else labels
         self._earlier = earlier
         self._cluster, self._note = self._config.cluster, ""
         asked = self._cluster.gpus or 0

@@ -137,7 +137,7 @@ def _run_here(queue: deque[Task], jobs: int, echo: Echo) -> Generator[Ended, Non
                     running.append(_Process(queue.popleft(), jobs, sorted(gpus, key=lambda name: used[name])))
                 time.sleep(_TICK)
                 for process in list(running):
-                    status = process.poll()  # before the lines, so that none is missed
+                    status = process.popen.poll()  # before the lines, so that none is missed
                     process.tell(echo)
                     if status is None:
                         continue
@@ -175,7 +175,7 @@ class _Process:
         threads = {"OMP_NUM_THREADS": str(threads_each(jobs))} if jobs > 1 else {}
         chosen = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
         with self._log_path.open("w") as file:
-            self._process = subprocess.Popen(
+            self.popen = subprocess.Popen(
                 task.command,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -186,9 +186,6 @@ class _Process:
             )
         self._log = self._log_path.open(errors="replace")
 
-    def poll(self) -> int | None:
-        return self._process.poll()
-
     def tell(self, echo: Echo) -> None:
         for line in self._log:
             if line.startswith("train: "):
@@ -198,12 +195,12 @@ class _Process:
         """Send a signal to the run with all its processes: a shell or a launcher does not pass it on."""
         if hasattr(os, "killpg"):
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)  # its own group, by start_new_session
+                os.killpg(self.popen.pid, number)  # its own group, by start_new_session
         else:
-            self._process.send_signal(number)
+            self.popen.send_signal(number)
 
     def close(self) -> None:
-        self._process.wait()
+        self.popen.wait()
         self._log.close()
 
     def reason(self, status: int) -> str:
@@ -283,7 +280,9 @@ def _run_as_jobs(queue: deque[Task], out: Path, jobs: int | None, echo: Echo) ->
                             told[job] = text
                             echo(f"{task.label}: job {job} {text}")
                         continue
-                    reason = _loss(job, place)
+                    log = next(place.glob(f"{job}_*_log.err"), None)
+                    said = _last_lines(log) if log else f"it left no log in {place}"
+                    reason = f"job {job} ended without its result: {said}; --resume submits it again"
                 del waiting[job]
                 try:
                     yield task, reason
@@ -367,9 +366,3 @@ def _states(jobs: Collection[str]) -> dict[str, str] | None:
 
 def _arrays(jobs: Collection[str]) -> list[str]:
     return list(dict.fromkeys(job.partition("_")[0] for job in jobs))
-
-
-def _loss(job: str, place: Path) -> str:
-    logs = list(place.glob(f"{job}_*_log.err"))
-    said = _last_lines(logs[0]) if logs else f"it left no log in {place}"
-    return f"job {job} ended without its result: {said}; --resume submits it again"
