@@ -12,7 +12,7 @@ import pytest
 from executors import executed, in_process  # noqa: F401 (a fixture)
 from symexplin.lab.compare import kinds, launch
 from symexplin.lab.compare.grid import Cell, ClusterConfig, CompareConfig, GridConfig
-from symexplin.lab.compare.kinds import CommandConfig, Laboratory, configured
+from symexplin.lab.compare.kinds import Command, CommandConfig, Laboratory, configured
 from symexplin.lab.compare.sweep import compare
 from symexplin.lab.config import ComputeConfig, LogConfig, TrainConfig
 from symexplin.lab.model import ModelConfig, Transformer
@@ -199,8 +199,10 @@ def test_runs_get_their_share_of_the_machine(data, tmp_path, monkeypatch):
     assert not task_of(tiny(data), tmp_path)[0].on_gpu
     for gpus, said in ((["0", "1"], "has 2: each run uses all 2"), ([], "has none: each run uses the CPU")):
         monkeypatch.setattr(kinds, "gpus_here", lambda gpus=gpus: gpus)
-        kind = Laboratory(dataclasses.replace(here, cluster=ClusterConfig(gpus=8)))
-        assert kind.begin(tmp_path).endswith(f"; gpus is 8, but this machine {said}")
+        cluster = ClusterConfig(gpus=8)
+        command = CommandConfig(f"true {PLACES}", grid("a", "b"), cluster)
+        for kind in (Laboratory(dataclasses.replace(here, cluster=cluster)), Command(command)):
+            assert kind.begin(tmp_path).endswith(f"; gpus is 8, but this machine {said}")
 
 
 @pytest.mark.parametrize(

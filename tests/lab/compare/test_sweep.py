@@ -80,7 +80,8 @@ def test_a_resumed_comparison_runs_what_is_new_and_measured_times_stay(run, tmp_
     run()
     out = tmp_path / "out"
     (out / "processes").mkdir(exist_ok=True)
-    (out / "processes" / f"{NAMES[0].format(0)}.json").write_text('{"seconds": 3.25}')
+    for name in NAMES[:2]:
+        (out / "processes" / f"{name.format(0)}.json").write_text('{"seconds": 3.25}')
     assert "which has a comparison: add --resume" in run(status=2)
     lines = run("--seeds", "0", "1", resume=True)
     assert "1/8 plain lr 0.1 seed 0: loss 2.0000, 3 s (already there)" in lines
@@ -133,7 +134,7 @@ def test_a_result_that_cannot_be_read_is_named_in_the_words_of_json(tmp_path, te
 @pytest.mark.parametrize(
     ("text", "loss", "error", "curve"),
     [
-        ('{"loss": 0.5, "curve": [[0, 0.6], [10.0, NaN]]}', 0.5, None, ((0, 0.6), (10, 0.5))),
+        ('{"loss": 0.5, "curve": [[0, 0.6], [5, NaN], [10.0, 0.7]]}', 0.5, None, ((0, 0.6), (10, 0.5))),
         ('{"loss": 1, "error": null, "seconds": 3}', 1.0, None, ((0, 1.0),)),
         ('{"loss": NaN, "curve": [[5, 3.0]]}', None, "loss is nan", ((5, 3.0),)),
         ('{"error": "step 3: loss is inf", "step": 3, "curve": [[0, 5.5]]}', None, "step 3: loss is inf", ((0, 5.5),)),

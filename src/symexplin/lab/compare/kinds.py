@@ -38,6 +38,17 @@ def kind_of(config: "CompareConfig | CommandConfig") -> "Laboratory | Command":
     return Command(config) if isinstance(config, CommandConfig) else Laboratory(config)
 
 
+def _asked(config: "CompareConfig | CommandConfig") -> tuple[ClusterConfig, str]:
+    """Return what a run asks for, on this machine no more GPUs than it has, and a note where it has fewer."""
+    gpus = config.cluster.gpus or 0
+    found = len(gpus_here()) if gpus and not config.compare.on_cluster else gpus
+    if gpus <= found:
+        return config.cluster, ""
+    uses = f"all {found}" if found else "the CPU"
+    note = f"; gpus is {gpus}, but this machine has {found or 'none'}: each run uses {uses}"
+    return dataclasses.replace(config.cluster, gpus=found), note
+
+
 def configured(out: str | Path, *tables: Mapping[str, Any], resume: bool) -> "CommandConfig | CompareConfig":
     """Return the comparison that tables of settings describe; later tables override earlier ones.
 
@@ -86,12 +97,7 @@ class Laboratory:
         known = {name: text for name, text in LABELS.items() if name not in config.variant}
         self._labels = known if labels is None else labels
         self._earlier = earlier
-        self._cluster, self._note = self._config.cluster, ""
-        asked = self._cluster.gpus or 0
-        if not self.grid.on_cluster and asked > (found := len(gpus_here()) if asked else 0):
-            self._cluster = dataclasses.replace(self._cluster, gpus=found)
-            uses = f"all {found}" if found else "the CPU"
-            self._note = f"; gpus is {asked}, but this machine has {found or 'none'}: each run uses {uses}"
+        self._cluster, self._note = _asked(self._config)
 
     def table(self) -> dict[str, Any]:
         """Return the settings to save."""
@@ -248,6 +254,7 @@ class Command:
 
     def __init__(self, config: CommandConfig) -> None:
         self._config, self.grid = config, config.compare
+        self._cluster, self._note = _asked(config)
 
     def table(self) -> dict[str, Any]:
         """Return the settings to save."""
@@ -262,12 +269,12 @@ class Command:
                 raise ValueError(
                     f"command must be {saved!r}, as in {str(folder)!r}, got {command!r}: choose a new --out"
                 )
-        return command
+        return command + self._note
 
     def task(self, label: str, cell: Cell, folder: Path) -> Task:
         """Return the task of a run in its folder, which is created."""
         folder.mkdir(parents=True, exist_ok=True)
-        return Task(label, folder, self._config.words(cell, folder), self._config.cluster, on_gpu=True)
+        return Task(label, folder, self._config.words(cell, folder), self._cluster, on_gpu=True)
 
     def earlier(self, _: Cell) -> Path | None:
         """Return None: no other comparison has these runs."""
