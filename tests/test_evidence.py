@@ -43,41 +43,31 @@ def test_links_beside_the_rows_lead_to_files(name):
     assert not [target for target in targets if not (page.parent / target).exists()]
 
 
-def test_words_need_an_interval_on_one_side_of_zero(evidence, tmp_path):
+def test_rows_say_the_setting_who_chose_the_rates_and_the_verdict(evidence, tmp_path):
     path = tmp_path / "rows.csv"
-    lines = ["table,panel,variant,lr,seed,stage,data,steps,commit,final_loss"]
 
-    def add(variant, lr, seed, loss):
-        lines.append(f"t,p,{variant},{lr},{seed},sweep,c9b75369,600,abcdef0,{loss}")
+    def read(*confirm):
+        lines = ["table,panel,variant,lr,seed,stage,data,steps,commit,final_loss"]
+        for seed in range(3):
+            losses = {"AdamW": 1.0, "better": 0.9 + 0.001 * seed, "apart": 1.1 + 0.1 * seed, "diverged": ""}
+            stage = "confirm" if seed in confirm else "sweep"
+            lines += [f"t,p,{name},0.2,{seed},{stage},c9b75369,600,abcdef0,{loss}" for name, loss in losses.items()]
+            if seed not in confirm:
+                lines.append(f"t,p,AdamW,0.1,{seed},sweep,c9b75369,600,abcdef0,2.0")
+        path.write_text("\n".join(lines) + "\n")
+        return evidence.experiments(path)
 
-    for seed in range(3):
-        add("AdamW", 0.1, seed, 2.0 + seed)
-        add("AdamW", 0.2, seed, 1.0 + seed)
-        add("lower", 0.1, seed, 0.9 + seed + 0.001 * seed)
-        add("higher", 0.2, seed, 1.1 + seed + 0.001 * seed)
-        add("same", 0.2, seed, 1.0 + seed + (-1) ** seed * 0.1)
-        add("apart", 0.2, seed, 1.0 + seed + 0.1 * (1 + seed))
-        add("diverged", 0.2, seed, "")
-    add("lower", 0.2, 0, 0.1)  # one seed does not make a best rate beside three
-    path.write_text("\n".join(lines) + "\n")
-    ((experiment, comparison),) = evidence.experiments(path)
-    assert evidence.chosen_by(comparison) == ""
-    assert experiment.setting == "p, 600 steps, Python sources"
-    words = {row.variant: row.interval for row in comparison.best}
-    assert evidence.best(comparison, "lower").lr == 0.1
-    assert words["lower"].verdict == "better"
-    assert words["higher"].verdict == "worse"
-    assert words["same"].verdict == "no difference detected"
-    assert words["apart"].verdict == "not resolved"
-    assert evidence.in_words(words["apart"]).endswith(", not resolved: all 3 seeds are higher")
-    assert words["diverged"] is None
-    values = words["same"].values
-    mean = sum(values) / 3
-    error = math.sqrt(sum((value - mean) ** 2 for value in values) / 2 / 3)
-    lines[1:] = [line.replace("sweep", "confirm") if ",2,sweep" in line else line for line in lines[1:]]
-    path.write_text("\n".join(lines) + "\n")
-    assert evidence.chosen_by(evidence.experiments(path)[0][1]) == ", rates by 0, 1"
-    assert words["same"].detectable == pytest.approx(9.924843 * error)  # Student's t at 99.5%, two degrees of freedom
+    (group,) = evidence.groups(read())
+    title = "**p, 600 steps, Python sources**<br>AdamW, 0.2: 1.0000<br>3 seeds (abcdef0)"
+    assert list(group.rows()) == [
+        f"| {title} | better | better, 0.2: -0.0990 ± 0.0057 |",
+        "| ... | not resolved | apart, 0.2: +0.2000 ± 0.5730, all 3 seeds are higher |",
+        "| ... | diverged | diverged |",
+    ]
+    (group,) = evidence.groups(read(1, 2))
+    assert next(group.rows()).startswith(
+        "| **p, 600 steps, Python sources**<br>AdamW, 0.2: 1.0000<br>3 seeds, rates by 0 ("
+    )
 
 
 def test_a_setting_has_one_baseline(evidence):
