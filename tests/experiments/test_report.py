@@ -21,9 +21,12 @@ def loss(variant, lr, seed):
     return BASE.get(variant, 2.0001) + 0.1 * seed + noise + (0.3 if lr != best else 0.0)
 
 
-@pytest.fixture
-def frozen(tmp_path):
-    return table_folder(tmp_path / "frozen-mini", "frozen", loss)
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory):
+    """The folder of a finished table, its page, and what was told of it."""
+    folder, lines = table_folder(tmp_path_factory.mktemp("tables") / "frozen-mini", "frozen", loss), []
+    page = Page(report_table(folder, lines.append))
+    return folder, page, *lines
 
 
 def row_of(page, start):
@@ -36,7 +39,7 @@ def rows_of(path):
 
 
 def test_the_page_of_a_finished_table(frozen):
-    page = Page(report_table(frozen))
+    folder, page, _ = frozen
     assert page.html.startswith("<!doctype html>")
     assert any(row[0] == "map.beta" for row in page.rows)  # an assumption
     assert page.titles[:2] == ["The paper's claims", "128x4, for the paper's 1024x12"]
@@ -52,16 +55,14 @@ def test_the_page_of_a_finished_table(frozen):
     assert row_of(page, "Fixed pathway scalesfixed_pathways")[5:7] == ["finite in 0 of 3", "not finite"]
     assert page.html.count("<svg") == 3  # curves at both choices of rates, and the sweep
     for name, value in page.attributes:
-        assert name != "href" or value.startswith("#") or (frozen / value).exists(), value
+        assert name != "href" or value.startswith("#") or (folder / value).exists(), value
     assert not re.search(r"(?:src|href)=.https?:", page.html)
     assert "<script" not in page.html
 
 
 def test_verdicts_are_the_same_on_the_page_the_terminal_and_in_the_csv(frozen):
-    lines = []
-    page = Page(report_table(frozen, lines.append))
-    (told,) = lines
-    found = {row["claim"]: row for row in rows_of(frozen / "claims.csv")}
+    folder, page, told = frozen
+    found = {row["claim"]: row for row in rows_of(folder / "claims.csv")}
     assert {row["verdict"] for row in found.values()} == {"held", "did not hold", "no difference detected"}
     for text, row in found.items():
         for said in (told.partition(f"{row['verdict']}: {text}")[2], page.text.partition(text)[2]):
@@ -73,9 +74,9 @@ def test_verdicts_are_the_same_on_the_page_the_terminal_and_in_the_csv(frozen):
 
 
 def test_numbers_of_the_csv_are_the_comparisons(frozen):
-    report_table(frozen)
-    found = json.loads((frozen / "panels/128x4/comparison.json").read_text())
-    rows = rows_of(frozen / "table.csv")
+    folder = frozen[0]
+    found = json.loads((folder / "panels/128x4/comparison.json").read_text())
+    rows = rows_of(folder / "table.csv")
     assert len(rows) == 2 * len(found["best"])
     for kind, side in (("own best rate", "best"), ("shared rate", "shared")):
         chosen = [row for row in rows if row["compared_at"] == kind]
