@@ -20,7 +20,7 @@ def prepared(folder, texts=TEXTS, **options):
     source = folder / "text"
     source.write_bytes("\0".join(texts).encode())
     config = PrepareConfig(sources=(str(source),), **{"tokenizer": "byte", **options})
-    prepare(config, folder / "data", progress=False)
+    prepare(config, folder / "data")
     return str(folder / "data")
 
 

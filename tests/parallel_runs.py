@@ -44,7 +44,7 @@ def go_on(table, out, stop=None):
     """Train in `out`, or go on there, until the update `stop`, in which a signal comes to the last process."""
     with joined("cpu") as ranks, _stopping(stop, ranks.rank == ranks.size - 1):
         try:
-            return lab_run.train(from_table(RunConfig, table), out, resume=True, progress=False)["loss"]
+            return lab_run.train(from_table(RunConfig, table), out, resume=True)["loss"]
         except Stopped as stopped:
             return str(stopped)
 

@@ -39,7 +39,7 @@ def trained(data, out, curve=None, model=MODEL):
     """Train a small run and return its folder."""
     schedule = dataclasses.replace(TRAIN, steps=6, eval_every=2)
     log = LogConfig(checkpoint_every=4, tensorboard=False)
-    train(tiny(data, sel=curve or CurveConfig(), model=model, train=schedule, log=log), out, progress=False)
+    train(tiny(data, sel=curve or CurveConfig(), model=model, train=schedule, log=log), out)
     return out
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 import json
 import os
 import pkgutil
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
+from cyclopts import App, CycloptsError, Parameter, UnknownOptionError, UnusedCliTokensError
 
 from symexplin import __version__
 from symexplin.lab.process import Stopped, launch
@@ -22,6 +23,15 @@ __all__ = ["COMMANDS", "main", "make_app"]
 
 # The words of torch's RuntimeErrors where the memory of a CPU ends.
 _NO_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "Storage size calculation overflowed")
+
+# Flags as other programs call them.
+_SYNONYMS = {
+    "--learning-rate": "--lr",
+    "--hidden-size": "--width",
+    "--layers": "--depth",
+    "--num-layers": "--depth",
+    "--seq-len": "--context",
+}
 
 _ABOUT = """\
 Train models in curved weight space (SymExpLin) and get ordinary weights.
@@ -58,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        line = _explain(error)
+        line = _explain(error, given)
         if line is None or "--traceback" in given:
             raise
         _tell(error, line)
@@ -91,7 +101,7 @@ def make_app(given: Sequence[str] | None = None) -> App:
 def _run(given: list[str]) -> None:
     name = next((word for word in given if word in COMMANDS), "train")
     if launch()[1] > 1 and name != "train":
-        raise ValueError(f"torchrun is for train, got {name!r}: run it without")
+        raise ValueError(f"torchrun is for train, got {name!r}: run that without torchrun")
     make_app(given)(given, exit_on_error=False, print_error=False)
 
 
@@ -109,8 +119,8 @@ def _tell(error: Exception, line: str) -> None:
         Path(file).write_text(json.dumps({"message": line, "timestamp": int(time.time())}), encoding="utf-8")
 
 
-def _explain(error: Exception) -> str | None:
-    """Return the line that tells a user what went wrong; None for a defect of the program."""
+def _explain(error: Exception, given: Sequence[str]) -> str | None:
+    """Return the line that tells the user of the arguments `given` what is wrong; None for a defect of the program."""
     text = " ".join(str(error).split())
     kind = type(error)  # torch's and the laboratory's are known by their names: they are not imported for all commands
     if isinstance(error, Stopped):
@@ -118,6 +128,11 @@ def _explain(error: Exception) -> str | None:
     if isinstance(error, CycloptsError):
         if isinstance(error, UnusedCliTokensError):
             text = text.rstrip(".") + "".join(map(_as_flag, error.unused_tokens or ()))
+        elif isinstance(error, UnknownOptionError):
+            word = error.token.keyword or error.token.value
+            known = (argument.name for argument in error.argument_collection)
+            near = [name for name in known if name.startswith(_SYNONYMS.get(word, " "))]  # in compare it is --lrs
+            text = f"Unknown option: {word}. Did you mean {min(near, key=len)}?" if near else text
         text += f" (see {' '.join(['symexplin', *(error.command_chain or ())])} --help)"
     elif isinstance(error, ModuleNotFoundError) and "pip install" not in text:
         text += "; install the extra 'lab': pip install 'symexplin[lab]'"
@@ -125,8 +140,12 @@ def _explain(error: Exception) -> str | None:
         text = f"out of memory: raise --accumulation, or try --recompute ({text[:200]})"
     elif any(base.__module__.startswith(("torch._dynamo", "torch._inductor")) for base in kind.__mro__):
         text = f"torch.compile failed: leave out --compile, or remove its cache ({text[:200]})"
-    elif isinstance(error, OSError) and error.strerror:
-        text = f"{error.filename!r}: {error.strerror}" if error.filename else error.strerror
+    elif isinstance(error, OSError) and (error.strerror or text.startswith("cannot write")):
+        if error.strerror:
+            text = f"{error.filename!r}: {error.strerror}" if error.filename else error.strerror
+        places = itertools.pairwise(part for word in given for part in word.split("=", 1))
+        flags = (flag for flag, place in places if flag.startswith("--") and place and str(Path(place)) in text)
+        text += "".join(f"; choose another {flag}, with free space and permission to write" for flag in flags)
     elif not isinstance(error, ValueError | OSError | ModuleNotFoundError) and kind.__name__ != "NonFiniteError":
         return None
     return f"error: {text}"
@@ -180,7 +199,7 @@ def _prepare(given: Table, *sources: str, out: str) -> None:
     """Turn text into token files.
 
     Text comes from `stdlib` (the sources of the running Python), files with documents separated by NUL bytes, .jsonl
-    files, either compressed (.xz, .gz), parquet files, folders of such files and of plain text, or Hugging Face
+    files, both also compressed (.xz, .gz), parquet files, folders of such files and of plain text, or Hugging Face
     datasets: `hf:NAME[:CONFIG][@REVISION]`, `openwebtext`, `fineweb`. Text must be UTF-8; other files in a folder are
     skipped and listed.
     Duplicate documents are dropped. If the command is killed, run it again: it starts over.
@@ -234,9 +253,8 @@ def _train(given: Table, config: _Config = None, *, out: _Folder, resume: _Resum
     if resume and saved.exists():
         table = merge(to_table(saved_config(RunConfig, saved)), table)
     settings = from_table(RunConfig, table)
-    hints = (
-        [] if "bias" in table.get("model", {}) else ["trains with biases, which `export` cannot write: add --no-bias"]
-    )
+    biases = "the model has biases, which `symexplin export` cannot write: add --no-bias"
+    hints = [] if "bias" in table.get("model", {}) else [biases]
 
     def echo(line: str) -> None:
         while hints:  # with the first line, once nothing stands in the way of the run
@@ -297,8 +315,8 @@ def _sample(
     Args:
         prompt: beginning of the text; if empty, a new document
         length: number of tokens to generate
-        temperature: temperature of the sampling; 0 takes the likeliest token
-        top_k: sample from this many of the likeliest tokens alone
+        temperature: sampling temperature; 0 takes the most likely token
+        top_k: sample only from this many of the most likely tokens
         seed: seed of the sampling
 
     Examples:
@@ -424,8 +442,8 @@ def _demo(given: Table, *, out: str = "runs/demo") -> None:
     """Compare AdamW and SEL on a small model, in minutes, without a download.
 
     The data are the sources of the running Python's standard library. AdamW, SEL's default and the paper's method are
-    trained on them at three learning rates each, in about three minutes on two idle cores. An interrupted demo is
-    continued.
+    trained on them at three learning rates each, in about three minutes on two idle cores. After an interruption the
+    same command continues.
 
     Args:
         out: folder for the results

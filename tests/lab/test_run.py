@@ -201,7 +201,7 @@ def test_a_full_disk_is_told_with_the_file_and_the_run_resumes(data, whole, tmp_
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))
     try:
         with pytest.raises(OSError, match="arge") as error:
-            train(tiny(data), tmp_path / "run", progress=False)
+            train(tiny(data), tmp_path / "run")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert str(tmp_path / "run") in f"{error.value.filename} {error.value}"

@@ -228,7 +228,7 @@ class PrepareConfig(Schema):
             parquet files, "hf:NAME[:CONFIG][@REVISION]", "openwebtext", "fineweb".
         tokenizer: "bpe" to train one on the text, "byte", "gpt2", "hf:NAME" (of a model on the hub), or the path of a
             `tokenizers` JSON file.
-        vocab_size: tokens of a BPE trained here.
+        vocab_size: size of the vocabulary of a BPE trained here.
         end_token: token that ends documents, of a tokenizer file. Default: the first usual name in its vocabulary.
         valid: sources of the documents to hold out, instead of a split of `sources`.
         valid_fraction: share of the documents to hold out, at least one; a single document is cut in two.
@@ -255,7 +255,7 @@ class PrepareConfig(Schema):
         for name in ("sources", "valid"):  # "text/" and "text" are one folder
             object.__setattr__(self, name, tuple(source.rstrip("/") or source for source in getattr(self, name)))
         if self.end_token is not None and self.tokenizer in ("bpe", "byte", "gpt2"):
-            raise ValueError(f"end_token goes with a tokenizer file, got {self.end_token!r} with {self.tokenizer!r}")
+            raise ValueError(f"end_token is for a tokenizer file, got {self.end_token!r} with {self.tokenizer!r}")
 
 
 def resolve(config: RunConfig, vocab_size: int, processes: int = 1) -> RunConfig:

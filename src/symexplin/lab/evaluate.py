@@ -74,7 +74,7 @@ def sample(
         check_whole("top_k", top_k)
     size = model.config.vocab_size
     if tokenizer.vocab_size != size:
-        raise ValueError(f"tokenizer must be the model's, of {size} tokens, got one of {tokenizer.vocab_size}")
+        raise ValueError(f"tokenizer must have the model's {size} tokens, got {tokenizer.vocab_size}")
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     tokens = tokenizer.encode(prompt) or [tokenizer.end]

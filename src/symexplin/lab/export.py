@@ -95,7 +95,7 @@ def export_transformers(
         folder.replace(target)
     echo(f"{target}: {', '.join(files)}")
     dtype = str(stock.dtype).removeprefix("torch.")
-    echo(f"Qwen3ForCausalLM, {dtype}: largest difference of a logit {gap:.3g}, largest logit {largest:.3g}")
+    echo(f"Qwen3ForCausalLM, {dtype}: largest difference between logits {gap:.3g}, largest logit {largest:.3g}")
 
 
 def _settings(model: Transformer) -> dict[str, Any]:

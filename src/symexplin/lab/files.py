@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    *("check_new", "file_digest", "format_columns", "read_json", "read_json_lines"),
+    *("check_new", "damaged", "file_digest", "format_columns", "read_json", "read_json_lines"),
     *("replace_file", "replacing", "write_csv", "write_json"),
 ]
 
@@ -51,6 +51,11 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def damaged(path: Path, why: str) -> ValueError:
+    """Return the error that a file of a folder is damaged, with what to do."""
+    return ValueError(f"{str(path)!r} is damaged: {why}; restore it, or start again in another folder")
+
+
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the records of a file with a JSON object per line, without an incomplete last line."""
     complete, _, _ = path.read_bytes().rpartition(b"\n")
@@ -59,7 +64,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         try:
             records.append(json.loads(line))
         except ValueError as error:
-            raise ValueError(f"{str(path)!r} is damaged: line {number} is not JSON: {error}") from None
+            raise damaged(path, f"line {number} is not JSON: {error}") from None
     return records
 
 
@@ -70,8 +75,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError:
         table = None
     if not isinstance(table, dict):
-        remedy = "restore it, or start again in another folder"
-        raise ValueError(f"{str(path)!r} is damaged: it is not a JSON object; {remedy}")
+        raise damaged(path, "it is not a JSON object")
     return table
 
 
@@ -94,10 +98,10 @@ def write_csv(path: str | Path, rows: Sequence[Mapping[str, object]]) -> None:
     replace_file(path, text.getvalue())
 
 
-def format_columns(rows: Sequence[Sequence[str]], left: int = 1, gap: str = "  ") -> str:
-    """Return rows of cells as lines of plain text: the first `left` columns aligned left, numbers right."""
+def format_columns(rows: Sequence[Sequence[str]], gap: str = "  ") -> str:
+    """Return rows of cells as lines of plain text: the first column aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = [str.ljust] * left + [str.rjust] * (len(widths) - left)
+    aligned = [str.ljust] + [str.rjust] * (len(widths) - 1)
     return "\n".join(
         gap.join(align(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True)).rstrip()
         for row in rows

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import filelock
 
-from symexplin.lab.files import read_json
+from symexplin.lab.files import damaged, read_json
 from symexplin.lab.settings import Schema, differences, from_table, load_toml
 from symexplin.validation import naming
 
@@ -51,10 +51,6 @@ def claimed(out: str | Path, kind: str, marks: Collection[str]) -> Iterator[Path
     """
     if not str(out).strip():
         raise ValueError(f"out must name a folder, got {str(out)!r}")
-    try:
-        str(out).encode()  # files in it have the path as text
-    except UnicodeEncodeError:
-        raise ValueError(f"out must be a path in UTF-8, got {str(out)!r}") from None
     folder = out_folder(out)
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     names = sorted({path.name.removesuffix(".tmp") for path in folder.iterdir()} - {LOCK}) if folder.is_dir() else []
@@ -65,7 +61,7 @@ def claimed(out: str | Path, kind: str, marks: Collection[str]) -> Iterator[Path
     try:
         lock.acquire()
     except filelock.Timeout:
-        raise ValueError(f"out must be free, got {str(out)!r}, in which another process works: wait for it") from None
+        raise ValueError(f"out must not be in use, got {str(out)!r}: wait for the process that works in it") from None
     try:
         yield folder
     finally:
@@ -90,7 +86,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
     facts = read_json(folder / FACTS)
     for key, kind in (("data", str), ("config", dict), ("provenance", dict)):
         if not isinstance(facts.get(key), kind):
-            raise ValueError(f"{str(folder / FACTS)!r} is damaged: {key} is {facts.get(key)!r}")
+            raise damaged(folder / FACTS, f"{key} is {facts.get(key)!r}")
     return facts
 
 
@@ -110,11 +106,20 @@ def check_resumable(folder: Path, kind: str, saved: Mapping[str, Any], new: Mapp
         for key, (old, now) in differences(saved, new).items()
         if not key.startswith(_FREE)
     }
-    refused = [text for key, text in changed.items() if not key.startswith(_MACHINE)]
+    refused = {key: text for key, text in changed.items() if not key.startswith(_MACHINE)}
     if refused:
-        there = f"{str(folder)!r} with a {kind} whose {'; '.join(refused)}"
-        raise ValueError(f"out must be new for another configuration, got {there}")
+        flags = ", ".join(dict.fromkeys(map(_flag, refused)))
+        there = f"{str(folder)!r} with a {kind} whose {'; '.join(refused.values())}"
+        remedy = f"leave out {flags}, or choose a new --out"
+        raise ValueError(f"out must be a new folder for another configuration, got {there}: {remedy}")
     return list(changed.values())
+
+
+def _flag(key: str) -> str:
+    """Return the flag of a dotted key; those of a map and of a variant have one together."""
+    parts = key.split(".")
+    name = next((part for part in parts if part in ("map", "variant", "lr_factors")), parts[-1])
+    return f"--{name.replace('_', '-')}"
 
 
 class Recorder(contextlib.ExitStack):
@@ -151,8 +156,7 @@ class Recorder(contextlib.ExitStack):
             length = lengths[name] if lengths else 0
             file = self._files[name] = self.enter_context(path.open("ab", buffering=0))
             if file.tell() < length:
-                size = f"it has {file.tell():,} bytes, and {length:,} were written"
-                raise ValueError(f"{str(path)!r} is damaged: {size}; restore it, or start again in another folder")
+                raise damaged(path, f"it has {file.tell():,} bytes, and {length:,} were written")
             file.truncate(length)
 
     def update(self, step: int, record: Mapping[str, float], tokens: int) -> None:

@@ -1,5 +1,6 @@
 """Which map a run has: the default or one of the paper's presets, and what a configuration changes in it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -65,12 +66,24 @@ def named_map(preset: str, changes: Mapping[str, Any]) -> sel.SELConfig:
 
 
 def map_of(curve: CurveConfig, width: int) -> sel.SELConfig | None:
-    """Return the map of a run on a model of `width`, or None for ordinary weights."""
-    from symexplin.transform import check_invertible  # torch, which the help of a command does without
+    """Return the map of a run on a model of `width`, or None for ordinary weights.
+
+    Raises:
+        ValueError: a map that has no inverse, or that float32 cannot hold where fresh weights are.
+    """
+    import torch  # which the help of a command does without
+
+    from symexplin.modes import Scales
+    from symexplin.transform import check_invertible, forward
 
     if curve.home == "none":
         return None
     config = named_map(curve.preset, curve.map)
     if curve.starts_as == "mismatched" and config.mode != "mismatch":
         raise ValueError(f"start must be 'matched' for mode {config.mode!r}, got 'mismatched', which is for 'mismatch'")
-    return check_invertible(config.resolve(width))
+    config = check_invertible(config.resolve(width))
+    bound = torch.tensor(math.sqrt(3.0 / width), dtype=torch.float32, device="cpu")
+    if not math.isfinite(value := forward(config.mode, bound, Scales.of(config))):
+        about = f"{value:g} with {config.describe(start='')}"
+        raise ValueError(f"map must be finite in float32 at {bound:.3g}, Xavier's bound at width {width}, got {about}")
+    return config

@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 from symexplin.lab.checkpoint import newest, save_checkpoint, tidy
+from symexplin.lab.compare.grid import LABELS
 from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import file_digest, read_json, read_json_lines, replace_file, write_json
@@ -32,7 +33,7 @@ from symexplin.lab.folders import (
     claimed,
     read_facts,
 )
-from symexplin.lab.maps import map_of
+from symexplin.lab.maps import map_of, named_map
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.process import Stopped, StopSignals
@@ -52,10 +53,6 @@ def train(
     *,
     resume: bool = False,
     echo: Echo = lambda _: None,
-    tell_config: bool = True,
-    progress: bool = True,
-    label: str = "train",
-    verify: bool = True,
 ) -> dict[str, Any]:
     """Train as `config` says in the folder `out`, and return the content of result.json.
 
@@ -74,11 +71,7 @@ def train(
         config: settings that are not given are chosen for the machine; all are saved.
         out: a new folder, or that of the run to resume.
         resume: continue from the newest checkpoint, or start if there is none.
-        echo: receives each line of the log.
-        tell_config: log the resolved configuration.
-        progress: show a bar with the `label` on a terminal.
-        label: name of the run.
-        verify: read all tokens and compare their digests.
+        echo: receives each line of the log. A terminal gets a progress bar, too.
 
     Raises:
         ValueError: an unusable folder or data, a run with another configuration, only damaged checkpoints.
@@ -89,7 +82,7 @@ def train(
     with joined(config.compute.device) as ranks, contextlib.ExitStack() as stack:
         echo = echo if ranks.first else lambda _: None
         with ranks.together():
-            corpus = Corpus.load(config.data, verify=verify and ranks.first)
+            corpus = Corpus.load(config.data, verify=ranks.first)
             config = resolve(config, corpus.vocab_size, ranks.size)
             corpus.check_context(config.model.context)
         ranks.agree({**to_table(config), "data": corpus.fingerprint})
@@ -98,20 +91,22 @@ def train(
         if finished is not None:
             echo(f"{folder} has finished already: {finished['steps']} steps, loss {finished['loss']:.4f}")
             return finished
-        if tell_config:
-            _tell(config, echo)
+        _tell(config, echo)
         torch.set_num_threads(config.compute.threads or 1)
         trainer = Trainer(config, corpus, ranks)  # before the first file: too little memory leaves no folder
         ranks.from_first(lambda: _write_first(folder, config, corpus, ranks))
-        return _Run(folder, trainer, ranks, echo, label).go(progress)
+        return _Run(folder, trainer, ranks, echo).go()
 
 
 def _tell(config: RunConfig, echo: Echo) -> None:
-    """Tell the configuration; the map in words, whose keys are in config.toml."""
+    """Tell the configuration; the map in words, its keys are in config.toml."""
     for line in lines({**to_table(config), "sel": {**to_table(config.sel), "map": {}}}):
         echo(line)
-    if (curve := map_of(config.sel, config.model.width)) is not None:
-        echo(f"map: {curve.describe(rates=True, start=config.sel.starts_as)}; width {config.model.width}")
+    width, preset = config.model.width, config.sel.preset
+    if (curve := map_of(config.sel, width)) is not None:
+        changed = "" if curve == named_map(preset, {}).resolve(width) else ", changed"
+        words = curve.describe(rates=True, start=config.sel.starts_as)
+        echo(f"map: {LABELS.get(preset, preset)}{changed}: {words}; width {width}")
 
 
 def evaluations(folder: Path) -> list[tuple[int, float]]:
@@ -135,7 +130,7 @@ def _check_folder(
     if (began := facts["provenance"].get("processes", 1)) != ranks.size:
         changed.append(f"processes were {began}, are {ranks.size} now")
     if changed:
-        echo(f"{'; '.join(changed)}: the rounding changes")
+        echo(f"{'; '.join(changed)}: rounding will differ")
     return result if "loss" in result and (folder / MODEL).exists() else None
 
 
@@ -151,7 +146,7 @@ def check_inputs(
     Both may have moved. `digest` returns the digest of the weights at a path.
     """
     if facts["data"] != corpus.fingerprint:
-        raise ValueError(f"data must be those of the run in {str(folder)!r}, got {config.data!r} with other tokens")
+        raise ValueError(f"data must have the tokens of the run in {str(folder)!r}, got {config.data!r} with others")
     weights = config.train.weights
     if facts.get("weights") != (None if weights is None else digest(weights)):
         raise ValueError(f"weights must be those that the run in {str(folder)!r} started from, got {weights!r}")
@@ -178,14 +173,13 @@ def _write_first(folder: Path, config: RunConfig, corpus: Corpus, ranks: Ranks) 
 class _Run:
     """The loop around a :class:`Trainer`: records, checkpoints, signals, the end."""
 
-    def __init__(self, folder: Path, trainer: Trainer, ranks: Ranks, echo: Echo, label: str) -> None:
+    def __init__(self, folder: Path, trainer: Trainer, ranks: Ranks, echo: Echo) -> None:
         self.folder, self.trainer, self.config = folder, trainer, trainer.config
-        self.ranks, self.echo = ranks, echo
-        self.label, self.seconds = label, 0.0
+        self.ranks, self.echo, self.seconds = ranks, echo, 0.0
         self._tokens_per_step = self.config.train.batch_size * self.config.model.context
         self._since = (0, 0.0)  # step and seconds at the last line of timing.jsonl
 
-    def go(self, progress: bool) -> dict[str, Any]:
+    def go(self) -> dict[str, Any]:
         """Train to the end, from the newest checkpoint if there is one."""
         newest_one, lengths = tidy(self.folder, self.echo, self.ranks), {}
         steps = self.config.train.steps
@@ -196,12 +190,12 @@ class _Run:
             self._since = (self.trainer.step, self.seconds)
             self.echo(f"resumed from {checkpoint}")
         bar = tqdm(
-            desc=self.label,
+            desc="train",
             total=steps,
             initial=self.trainer.step,
             unit="step",
             leave=False,
-            disable=None if progress and self.ranks.first else True,  # None: where standard error is no terminal
+            disable=None if self.ranks.first else True,  # None: where standard error is no terminal
         )
         with self.ranks.together():
             place = self.folder if self.ranks.first else None
@@ -217,7 +211,7 @@ class _Run:
             except NonFiniteError as error:
                 text = str(error)
                 before = self.ranks.from_first(lambda: self._broke(text))
-                raise NonFiniteError(f"{text}; --resume would continue from {before}") from None
+                raise NonFiniteError(f"{text}; --resume continues {before}") from None
         plain = self.trainer.plain_model()
         return self.ranks.from_first(lambda: self._finish(plain))
 
@@ -237,7 +231,7 @@ class _Run:
             if stop.signal is None:
                 raise
             # Ctrl-C may have killed a compiler, too.
-            raise stop.stopped(f"within step {trainer.step + 1}; --resume continues from {self._newest()}") from None
+            raise stop.stopped(f"during step {trainer.step + 1}; --resume continues {self._newest()}") from None
         self.seconds += time.perf_counter() - start
         self.recorder.update(trainer.step, record, trainer.step * self._tokens_per_step)
         bar.set_postfix({"loss": f"{record['loss']:.3f}"}, refresh=False)
@@ -259,7 +253,7 @@ class _Run:
         self.recorder.evaluation(step, loss, stats, timing)
         self._since = (step, self.seconds)
         used = f"{timing['memory_bytes'] / 2**20:,.0f} MiB"
-        self.echo(f"{self.label}: step {step}/{self.config.train.steps}, loss {loss:.4f}{pace}, {used}")
+        self.echo(f"train: step {step}/{self.config.train.steps}, loss {loss:.4f}{pace}, {used}")
 
     def _checkpoint(self) -> Path:
         def write(to: Path) -> dict[str, Any]:
@@ -276,7 +270,7 @@ class _Run:
         return self._newest()
 
     def _newest(self) -> str:
-        return str(next(iter(newest(self.folder)), "the start"))
+        return next((f"from {path}" for path in newest(self.folder)), "at step 0, as there is no checkpoint yet")
 
     def _finish(self, plain: Transformer) -> dict[str, Any]:
         save_model(plain, self.folder / MODEL, map_of(self.config.sel, self.config.model.width))

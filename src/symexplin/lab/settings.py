@@ -81,6 +81,7 @@ Fraction = Annotated[float, check_fraction]  # below 1
 # A table of any keys: as a flag, KEY=VALUE once or more.
 Pairs = Annotated[Table, Parameter(accepts_keys=False, n_tokens=-1, converter=_pairs, metavar="KEY=VALUE")]
 
+_SHORT = 3  # letters: a word of so few is near to many
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", dict: "a table"}
 
 
@@ -197,7 +198,8 @@ def _build(schema: type[S], table: Mapping[str, Any], where: str, places: Mappin
 def _unknown(name: str, where: str, here: list[str], places: Mapping[str, str]) -> str:
     if name in places:
         return f"key {name!r} belongs " + (f"in [{places[name]}]" if places[name] else "at the top, before all tables")
-    hint = did_you_mean(name, [*here, *places]) or f"; known: {', '.join(here)}"
+    near = did_you_mean(name, [*here, *places], cutoff=0.6 if len(name) > _SHORT else 0.8)
+    hint = near or f"; known: {', '.join(here)}"
     return f"unknown key {name!r}{f' in [{where}]' if where else ''}{hint}"
 
 

@@ -92,7 +92,7 @@ def _parts(path: Path) -> list[Path]:
         return [path / MODEL]
     if not (path / _INDEX).exists():
         kind = ValueError if path.exists() else FileNotFoundError
-        raise kind(f"path must be a safetensors file, or a folder with {MODEL} or {_INDEX}, got {str(path)!r}")
+        raise kind(f"no weights in {str(path)!r}: give a safetensors file, or a folder with {MODEL} or {_INDEX}")
     return [path / shard for shard in sorted(set(read_json(path / _INDEX)["weight_map"].values()))]
 
 
@@ -187,8 +187,7 @@ def _model_config(path: str | Path) -> ModelConfig:
     """Return the shape of the model in a file of :func:`save_model`."""
     shape = _header(path).get("config")
     if shape is None:
-        known = "a model of this version of symexplin, with a config in its header"
-        raise ValueError(f"path must be {known}, got {str(path)!r} without one")
+        raise ValueError(f"{str(path)!r} has no config in its header: give a model of this version of symexplin")
     with naming(f"header of {str(path)!r}: config"):
         try:
             return ModelConfig(**shape)
@@ -234,7 +233,7 @@ def load_trained(path: str | Path, echo: Echo = warnings.warn) -> Trained:
     return Trained(load_model(file), Tokenizer.load(place / TOKENIZER, **options), read_map(file))
 
 
-def find_weights(path: str | Path, name: str = "path", echo: Echo = warnings.warn) -> Path:
+def find_weights(path: str | Path, name: str = "model", echo: Echo = warnings.warn) -> Path:
     """Return the file with the final weights of a run, else that of its newest intact checkpoint.
 
     It is the checkpoint itself if this has parts of tensors. `path` may also be a checkpoint or a safetensors file.

@@ -5,7 +5,6 @@ import hashlib
 import importlib.metadata
 import json
 import shutil
-import sys
 import time
 from array import array as numbers_of
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,7 +33,7 @@ _UNFINISHED = ".unfinished"  # holds the files until all are written
 _BPE_BYTES = 100_000_000  # text that a BPE is trained on, evenly spread over the training documents
 
 
-def prepare(config: PrepareConfig, out: str | Path, *, echo: Echo = lambda _: None, progress: bool = True) -> Table:
+def prepare(config: PrepareConfig, out: str | Path, *, echo: Echo = lambda _: None) -> Table:
     """Write the dataset of `config` into the folder `out`, and return the content of its dataset.json.
 
     A finished dataset stays as it is. A preparation that was killed leaves a folder that the next call begins anew.
@@ -47,13 +46,13 @@ def prepare(config: PrepareConfig, out: str | Path, *, echo: Echo = lambda _: No
         if (folder / DATASET).exists():
             dataset = read_dataset(folder)
             check_resumable(folder, "dataset", dataset["config"], table)
-            echo(f"{folder} is finished already; if the text has changed, choose a new --out")
+            echo(f"{folder} is already prepared; if the text has changed, choose a new --out")
             return dataset
         work = folder / _UNFINISHED
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
         try:
-            dataset = _make(config, work, echo, progress and sys.stderr.isatty()) | {"config": table}
+            dataset = _make(config, work, echo) | {"config": table}
             write_json(work / DATASET, dataset)
             for name in (*(f"{side}.npy" for side in SIDES), TOKENIZER, DATASET):
                 (work / name).replace(folder / name)
@@ -62,21 +61,20 @@ def prepare(config: PrepareConfig, out: str | Path, *, echo: Echo = lambda _: No
         return dataset
 
 
-def _make(config: PrepareConfig, work: Path, echo: Echo, bars: bool) -> Table:
+def _make(config: PrepareConfig, work: Path, echo: Echo) -> Table:
     """Write the tokens and the tokenizer into the folder `work`, and return what tells of them."""
     start = time.perf_counter()
     # The tokenizer first: to read the text may take hours.
-    for key in ("sources", "valid"):
-        for source in getattr(config, key):
-            check_source(source, config.text_key, config.split, key)
+    for source in (*config.sources, *config.valid):
+        check_source(source, config.text_key, config.split)
     named = None if config.tokenizer == "bpe" else Tokenizer.from_name(config.tokenizer, config.end_token)
-    text = _read(config, echo, bars)
-    tokenizer = named or _bpe(config, text, echo, bars)
+    text = _read(config, echo)
+    tokenizer = named or _bpe(config, text, echo)
     tokenizer.save(work / TOKENIZER)
     dataset: Table = {}
     for side, name in enumerate(SIDES):
         own = text.sizes[text.sides == side]
-        documents = tqdm(text.documents(side), name, len(own), unit=" documents", disable=not bars)
+        documents = tqdm(text.documents(side), name, len(own), unit=" documents", disable=None)
         arrays = tokenizer.encode_documents(documents)
         count, digest = write_tokens(work / f"{name}.npy", arrays, tokenizer.dtype)
         dataset[name] = {"documents": len(own), "text_bytes": int(own.sum()), "tokens": count, "sha256": digest}
@@ -87,8 +85,6 @@ def _make(config: PrepareConfig, work: Path, echo: Echo, bars: bool) -> Table:
         f"{time.perf_counter() - start:.0f} s"
     )
     return dataset | {
-        "repeated_documents": text.repeated,
-        "bytes_per_token": rate,
         "tokenizer": {key: getattr(tokenizer, key) for key in ("name", "end_token", "vocab_size", "fingerprint")},
         "symexplin": importlib.metadata.version("symexplin"),
     }
@@ -115,16 +111,16 @@ def _every(readers: Iterable[Reader]) -> Iterator[bytes]:
     return chain.from_iterable(reader() for reader in readers)
 
 
-def _read(config: PrepareConfig, echo: Echo, bars: bool) -> _Text:
+def _read(config: PrepareConfig, echo: Echo) -> _Text:
     """Read all documents once, and return them with their sides."""
     left_out: list[str] = []
     sources, held_out = (
-        [find_source(name, config.text_key, config.split, left_out, key) for name in getattr(config, key)]
-        for key in ("sources", "valid")
+        [find_source(name, config.text_key, config.split, left_out) for name in names]
+        for names in (config.sources, config.valid)
     )
     hashes, sizes, ends = numbers_of("Q"), numbers_of("q"), []
     for group in (sources, held_out):
-        for document in tqdm(_every(group), "reading", unit=" documents", disable=not bars):
+        for document in tqdm(_every(group), "reading", unit=" documents", disable=None):
             hashes.append(hash_document(document, config.seed))
             sizes.append(len(document))
         ends.append(len(hashes))
@@ -141,22 +137,27 @@ def _read(config: PrepareConfig, echo: Echo, bars: bool) -> _Text:
         f"{', '.join(config.sources)}: {train:,} documents to train on, {valid:,} held out, {repeated:,} repeated; "
         f"{text.sizes[text.sides >= 0].sum():,} bytes"
     )
+    share = text.sizes[text.sides == 1].sum() / text.sizes[text.sides >= 0].sum()
+    if not config.valid and not config.valid_fraction / 2 <= share <= 2 * config.valid_fraction:
+        asked = f"{share:.1%} of the text is held out, not {config.valid_fraction:.1%}"
+        echo(f"{asked}: whole documents are held out, and there are few, or some are long")
     if left_out:
         names = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
-        echo(f"left out, not UTF-8 text or unreadable, {len(left_out):,} in all: {names}")
+        echo(f"skipped {len(left_out):,} files that are unreadable or not UTF-8 text: {names}")
     return text
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
 
 
-def _bpe(config: PrepareConfig, text: _Text, echo: Echo, bars: bool) -> Tokenizer:
+def _bpe(config: PrepareConfig, text: _Text, echo: Echo) -> Tokenizer:
     """Return a BPE trained on the training side."""
     size = int(text.sizes[text.sides == 0].sum())
     sample = _spread(text.documents(0), size, min(_BPE_BYTES, size))
-    tokenizer = train_bpe(sample, config.vocab_size, progress=bars)
+    tokenizer = train_bpe(sample, config.vocab_size)
     if tokenizer.vocab_size < config.vocab_size:
-        echo(f"the text gives {tokenizer.vocab_size:,} tokens, not the {config.vocab_size:,} asked for")
+        found = f"a vocabulary of {tokenizer.vocab_size:,} tokens"
+        echo(f"the text yields {found}, not the {config.vocab_size:,} asked for")
     return tokenizer
 
 

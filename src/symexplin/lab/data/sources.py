@@ -34,8 +34,8 @@ _CHUNK = 1 << 20  # characters
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
-def find_source(name: str, text_key: str, split: str, left_out: list[str], key: str = "sources") -> Reader:
-    """Return the reader of a source; errors name its `key`.
+def find_source(name: str, text_key: str, split: str, left_out: list[str]) -> Reader:
+    """Return the reader of a source.
 
     A NUL character separates documents, inside those of datasets and JSON lines too; blank ones are left out.
     `left_out` gets the files of a folder that are not text.
@@ -45,10 +45,10 @@ def find_source(name: str, text_key: str, split: str, left_out: list[str], key: 
         rows = _dataset(spec.removeprefix("hf:"), text_key, split)
         if len(rows) < _DOCUMENTS.get(name, 0):
             raise ValueError(
-                f"{key}: {name!r} has {len(rows):,} documents on the hub, not {_DOCUMENTS[name]:,}: give a folder with "
-                "its parquet files or texts instead"
+                f"{name!r} has {len(rows):,} documents on the hub, not {_DOCUMENTS[name]:,}: give a folder with its "
+                "parquet files or texts instead"
             )
-        return lambda: _documents(key, name, _column(rows, text_key))
+        return lambda: _documents(name, _column(rows, text_key))
     if name == "stdlib":
         library = _files(Path(sysconfig.get_path("stdlib")), _NOT_LIBRARY)
         files = [file for file in library if file.suffix == ".py" and _is_text(file)]
@@ -60,14 +60,14 @@ def find_source(name: str, text_key: str, split: str, left_out: list[str], key: 
         files = [path]
     else:
         right = "'stdlib', an existing file or folder, 'hf:NAME', " + " or ".join(map(repr, _SHORTHANDS))
-        raise FileNotFoundError(f"{key} must be {right}, got {name!r}")
+        raise FileNotFoundError(f"a source of text must be {right}, got {name!r}")
     for file in files:
         if file.suffix == _PARQUET:
             _check_column(_parquet(file).schema_arrow, text_key, str(file))
-    return lambda: _documents(key, name, _texts(files, text_key))
+    return lambda: _documents(name, _texts(files, text_key))
 
 
-def _documents(key: str, name: str, texts: Iterable[str]) -> Iterator[bytes]:
+def _documents(name: str, texts: Iterable[str]) -> Iterator[bytes]:
     empty = True
     for text in texts:
         for document in text.split(_SEPARATOR):
@@ -75,7 +75,7 @@ def _documents(key: str, name: str, texts: Iterable[str]) -> Iterator[bytes]:
                 empty = False
                 yield document.encode()
     if empty:
-        raise ValueError(f"{key} must each hold at least one document, got {name!r} without any text")
+        raise ValueError(f"a source of text must have at least one document, got {name!r} without text")
 
 
 # --- files and folders -----------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def _check_column(schema: Any, text_key: str, place: str) -> None:
     """Raise ValueError unless a column of this name has text."""
     if text_key not in schema.names or str(schema.field(text_key).type) not in ("string", "large_string"):
         columns = ", ".join(schema.names)
-        raise ValueError(f"text_key must be the text among the columns of {place!r}, {columns}; got {text_key!r}")
+        raise ValueError(f"text_key must name a column with text in {place!r}, which has {columns}; got {text_key!r}")
 
 
 def _parquet(path: Path) -> Any:
@@ -197,7 +197,7 @@ def _parquet(path: Path) -> Any:
         raise ValueError(f"{str(path)!r} is damaged, or not parquet: {error}") from None
 
 
-def check_source(name: str, text_key: str, split: str, key: str = "sources") -> None:
+def check_source(name: str, text_key: str, split: str) -> None:
     """Raise what :func:`find_source` would, without a download: call it before a job is queued.
 
     Of a dataset on the hub it reads the first row.
@@ -206,12 +206,12 @@ def check_source(name: str, text_key: str, split: str, key: str = "sources") -> 
     if name and Path(name).is_dir():  # to look for text in its files takes long
         return
     if not re.match("hf:[^:@]", spec):
-        find_source(name, text_key, split, [], key)
+        find_source(name, text_key, split, [])
         return
     first = _load(spec.removeprefix("hf:"), split, first=True)
     if not isinstance(first.get(text_key), str | None) or text_key not in first:
         columns = ", ".join(first)
-        raise ValueError(f"text_key must be the text among the columns of {spec!r}, {columns}; got {text_key!r}")
+        raise ValueError(f"text_key must name a column with text in {spec!r}, which has {columns}; got {text_key!r}")
 
 
 def _column(rows: Any, text_key: str) -> Iterator[str]:

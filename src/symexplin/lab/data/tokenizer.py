@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -80,7 +81,7 @@ class Tokenizer:
         known = _END_NAMES if end_token is None else (end_token,)
         ends = [vocab[token] for token in known if token in vocab]
         if not ends:
-            raise ValueError(f"tokenizer {name!r} has none of {', '.join(known)}: name a token of its as end_token")
+            raise ValueError(f"tokenizer {name!r} has none of {', '.join(known)}: name a token of it with end_token")
         self.end = ends[0]
         self.vocab_size = max(vocab.values()) + 1
         self.dtype = np.min_scalar_type(max(vocab.values()))  # the smallest unsigned one
@@ -139,7 +140,7 @@ class Tokenizer:
         return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=False))
 
 
-def train_bpe(documents: Iterable[bytes], vocab_size: int, *, progress: bool = False) -> Tokenizer:
+def train_bpe(documents: Iterable[bytes], vocab_size: int) -> Tokenizer:
     """Return a byte-level BPE like GPT-2's, trained on `documents`; its token 0 ends documents.
 
     The same documents give the same tokenizer. Short texts give fewer tokens than `vocab_size`.
@@ -151,7 +152,7 @@ def train_bpe(documents: Iterable[bytes], vocab_size: int, *, progress: bool = F
         vocab_size=vocab_size,
         special_tokens=[_END],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=progress,
+        show_progress=sys.stderr.isatty(),
     )
     backend.train_from_iterator((text.decode("utf-8", errors="replace") for text in documents), trainer)
     return Tokenizer(backend.to_str(), f"bpe-{backend.get_vocab_size()}")
