@@ -55,10 +55,8 @@ FILES = {
     "good.toml": "data = 'd'\n",
     "bad.toml": "data = = 'd'\n",
     "key.toml": "data = 'd'\n[model]\nwidht = 64\n",
-    "place.toml": "data = 'd'\nwidth = 64\n",
     "tables.toml": "[[train]]\nsteps = 3\n",
     "deep.toml": "a = " + "[" * 5000,
-    "type.toml": "data = 'd'\n[train]\nsteps = '3'\n",
     "mytext.txt": "Once upon a time\n",
 }
 # A command line (of train, compare and prepare without --out and data), and what its error must say.
@@ -68,13 +66,13 @@ WRONG = [
     ("demo --seed 1 b", "'b'", "symexplin demo --help"),
     ("demo steps=3", "'steps=3'", "--set steps=3"),
     ("demo --steps 0", "steps must be a whole number >= 1, got 0"),
-    ("demo --set widht=3", "'widht'; did you mean 'width'?"),
     ("train --widht 3", "--widht", "Did you mean --width?", "symexplin train --help"),
+    ("train --learning-rate 1e-3", "Did you mean --lr?"),
+    ("compare --learning-rate 1e-3", "Did you mean --lrs?"),
     ("train --data", "--data requires an argument"),
     ("train", "data must be given", "symexplin prepare"),
     ("train --data /no/such", "data must be", "symexplin prepare", "/no/such"),
     ("train train.lr=1e-3", "'train.lr=1e-3'", "--lr 1e-3", "--set train.lr=1e-3"),
-    ("train good.toml train.lr=1e-3", "--lr 1e-3", "--set train.lr=1e-3"),
     ("train good.toml bad.toml", "'bad.toml'"),
     ("train none.toml", "config must be an existing TOML file, got 'none.toml'"),
     ("train bad.toml", "config bad.toml is not TOML", "line 1"),
@@ -83,47 +81,33 @@ WRONG = [
     ("train mytext.txt", "config mytext.txt is not TOML", "symexplin prepare mytext.txt"),
     ("train .", "config must be an existing TOML file", "--data", "symexplin prepare ."),
     ("train key.toml", "'widht' in [model]; did you mean 'width'?"),
-    ("train place.toml", "key 'width' belongs in [model]"),
-    ("train type.toml", "steps must be a whole number, got '3'"),
     ("train --width 1.5", "--width", "whole number"),
-    ("train good.toml --width 0", "width must be a whole number >= 1, got 0"),
     ("train --lr fast", "--lr", '"fast"', "float"),
-    ("train good.toml --lr nan", "lr must be a positive finite number, got nan"),
     ("train --betas 0.9", "--betas", "2"),
-    ("train good.toml --betas 0.9 1.5", "betas must be a number in [0, 1), got 1.5"),
     ("train --home modul", "--home", 'Did you mean "module"'),
-    ("train good.toml --home none --preset paper", "preset must be left out for home 'none'"),
-    ("train good.toml --warmup-steps 400", "warmup_steps must be at most steps = 300, got 400"),
-    ("train --vocab-size 3", "--vocab-size"),
     ("train --map", "--map requires at least 1 element"),
     ("train --map beta", "--map", "KEY=VALUE", "'beta'"),
     ("train --map.beta=5", "--map beta=5", "--map.beta=5"),
     ("train good.toml --map bete=3", "map: ", "did you mean 'beta'"),
-    ("train good.toml --map beta=-3", "map: beta must be a positive finite number, got -3"),
+    ("train good.toml --map beta=1e300", "map must be finite in float32", "beta 1e+300"),
+    ("train good.toml --preset paper --map e.start=1e300", "map must be finite in float32"),
     ("train good.toml --lr-factors a=-2", "lr_factors 'a' must be a positive finite number, got -2"),
     ("train --set width", "--set", "KEY=VALUE", "'width'"),
     ("train --set modle.width=3", "'modle'; did you mean 'model'?"),
-    ("train --set widht=3", "'widht'; did you mean 'width'?"),
     ("train --set train.width=3", "key 'width' belongs in [model]"),
-    ("train --set model=3", "[model] must be a table, got 3"),
-    ("train --set zzz=3", "unknown key 'zzz'; known: data, model"),
-    ("train good.toml --set model.width=wide", "width must be a whole number, got 'wide'"),
-    ("train good.toml --set betas=0.5", "betas must be a list, got 0.5"),
-    ("train good.toml --set seed=99999999999999999999", "seed must be a whole number <="),
+    ("train --set foo=3", "unknown key 'foo'; known: data, model"),
     ("compare good.toml --lr 1", "--lr", "Did you mean --lrs?"),
     ("compare --lrs", "--lrs requires at least 1 element"),
     ("compare good.toml --set lr=1", "lr must be left to lrs"),
     ("compare good.toml --set compare.seeds=[0,0]", "seeds must hold", "each once"),
     ("compare good.toml --variant mine.presett=paper --variants AdamW mine", "did you mean 'preset'?"),
     ("compare good.toml --cluster pbs", "--cluster", '"none", "slurm"'),
-    ("compare mytext.txt", "symexplin prepare mytext.txt"),
     ("prepare", "sources", "at least one"),
-    ("prepare /no/such", "sources must be", "'/no/such'"),
-    ("prepare stdlib --vocab-size 3", "vocab_size must be a whole number >= 257, got 3"),
+    ("prepare /no/such", "source of text must be", "'/no/such'"),
+    ("demo --data /no/such --out x", "source of text must be", "'/no/such'"),
     ("prepare stdlib --set tokeniser=byte", "did you mean 'tokenizer'?"),
     ("sample", "MODEL requires an argument"),
-    ("sample /no/such/run", "/no/such/run"),
-    ("sample x --length 1.5", "--length", "whole number"),
+    ("sample /no/such/run", "model must be", "/no/such/run"),
     ("export x", "--out requires an argument"),
     ("inspect /no/such/file --preset papper", "preset", "did you mean 'paper'?"),
     ("reproduce frozzen", "did you mean 'frozen'"),
@@ -193,12 +177,14 @@ def test_what_the_machine_cannot_do_is_one_line_with_a_remedy(monkeypatch, capsy
 
     failing(monkeypatch, torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB"))
     assert "raise --accumulation" in refused(capsys, "demo")
+    failing(monkeypatch, OSError(28, "No space left on device", "x/runs/a"))
+    assert "'x/runs/a': No space left on device; choose another --out" in refused(capsys, "demo", "--out=x/")
     failing(monkeypatch, TorchDynamoException("g++ died\nwith many lines"))
     assert "leave out --compile" in refused(capsys, "demo")
 
 
 def test_a_model_too_large_for_the_memory_is_a_users_error(data, tmp_path, capsys):
-    assert cli.main(["train", "--data", data, "--out", str(tmp_path / "run"), "--width", "100000000000"]) == 2
+    assert cli.main(["train", "--data", data, "--out", str(tmp_path / "run"), "--width", "10000000000"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("symexplin: error: out of memory")
     assert list(tmp_path.iterdir()) == []
 
@@ -243,16 +229,18 @@ def test_defaults_give_way_to_the_saved_settings_then_the_file_then_flags_then_s
     words = ("--steps", "9", "--lr", "0.1", "--lr", "0.2", "--map", "beta=4", "--set", "train.steps=3", "map.beta=5")
     text = run(capsys, "train", file, "--out", folder, *words)
     assert "steps = 3, batch_size = 4, accumulation = 1, lr = 0.2," in text
-    assert "map: mismatch, beta 5, e learned (row_col_mult, k 10 to 2), " in text
+    assert "map: paper's method, changed: mismatch, beta 5, e learned (row_col_mult, k 10 to 2), " in text
     resumed = ("train", "--out", folder, "--resume")
-    assert "train.lr was 0.2, is 0.5 now" in refused(capsys, *resumed, "--set", "lr=0.5")
+    message = refused(capsys, *resumed, "--set", "lr=0.5", "map.beta=6")
+    assert "train.lr was 0.2, is 0.5 now" in message
+    assert message.endswith(": leave out --lr, --map, or choose a new --out")
     assert "train.steps was 3, is 50 now" in refused(capsys, *resumed, file)
     assert "has finished already" in run(capsys, *resumed)
 
 
 def test_train_says_first_that_its_biases_cannot_be_exported_unless_they_were_chosen(place, capsys, tmp_path):
     words = ("train", "--data", place / "data", *TINY.split(), "--steps", "1")
-    line = "trains with biases, which `export` cannot write: add --no-bias"
+    line = "the model has biases, which `symexplin export` cannot write: add --no-bias"
     assert run(capsys, *words, "--out", tmp_path / "default").splitlines()[0] == line
     for name, choice in (("flag", "--bias"), ("set", "--set=bias=false")):
         assert line not in run(capsys, *words, choice, "--out", tmp_path / name)

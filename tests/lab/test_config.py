@@ -8,20 +8,6 @@ from symexplin.lab.settings import from_table, to_table
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *((name, 0) for name in ("steps", "batch_size", "accumulation", "eval_every", "eval_batches")),
-        *((name, 0.0) for name in ("lr", "max_grad_norm")),
-        *((name, -1) for name in ("warmup_steps", "weight_decay", "seed")),
-        *(("floor", 1.0), ("betas", (0.9, 1.0))),
-    ],
-)
-def test_bad_values_of_training_are_named(field, value):
-    with pytest.raises(ValueError, match=f"{field} must be"):
-        TrainConfig(**{field: value})
-
-
-@pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda: ModelConfig(width=20, heads=4), r"width must be a multiple of 2 \* heads = 8, got 20"),

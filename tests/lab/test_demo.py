@@ -102,7 +102,7 @@ def test_a_finished_one_is_told_again_and_other_settings_are_refused(finished, t
     assert run_demo(folder, tiny(text)).runs == comparison.runs
     with pytest.raises(ValueError, match=r"another configuration.*train\.steps was 6, is 7 now"):
         run_demo(folder, tiny(text, steps=7))
-    with pytest.raises(ValueError, match=r"out must be new for another configuration.*sources"):
+    with pytest.raises(ValueError, match=r"out must be a new folder for another configuration.*sources"):
         run_demo(folder, tiny("stdlib"))
     assert before.items() <= everything(folder).items()
 

@@ -71,15 +71,8 @@ def test_top_k_draws_from_the_k_likeliest():
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"length": -1}, "length must be"),
-        ({"temperature": -0.5}, "temperature must be"),
-        ({"top_k": 0}, "top_k must be"),
-        ({"seed": -1}, "seed must be"),
-        ({"prompt": "\udcff"}, "prompt must be UTF-8"),
-    ],
+    ("name", "value"), [("length", -1), ("temperature", -0.5), ("top_k", 0), ("seed", -1), ("prompt", "\udcff")]
 )
-def test_sample_refuses_values_out_of_range(options, words):
-    with pytest.raises(ValueError, match=words):
-        text(**{"prompt": "a", "length": 1, **options})
+def test_sample_refuses_values_out_of_range(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        text(**{"prompt": "a", "length": 1, name: value})

@@ -28,14 +28,14 @@ def test_one_process_at_a_time_and_a_killed_one_lets_go(tmp_path):
     folder = tmp_path / "a" / "b"
     with hold(folder) as other:
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match="in which another process works"), claimed(folder, "run", MARKS):
+        with pytest.raises(ValueError, match="wait for the process that works in it"), claimed(folder, "run", MARKS):
             pass
         other.kill()
     assert [path.name for path in folder.iterdir()] == [LOCK]
     with claimed(folder, "demo", MARKS), claimed(folder, "comparison", MARKS):  # again within
         (folder / "run.json").touch()
         with hold(folder) as other:
-            assert "out must be free, got " in other.communicate(timeout=60)[0]
+            assert "out must not be in use, got " in other.communicate(timeout=60)[0]
     assert {path.name for path in folder.iterdir()} == {LOCK, "run.json"}
 
 
@@ -62,7 +62,7 @@ def test_files_and_nameless_folders_are_refused(tmp_path, name, message):
 @pytest.mark.parametrize("text", ["{", "{}", '{"data": "", "config": 3, "provenance": {}}'])
 def test_a_run_whose_facts_are_damaged_is_named(tmp_path, text):
     (tmp_path / "run.json").write_text(text)
-    with pytest.raises(ValueError, match=r"run\.json' is damaged: "):
+    with pytest.raises(ValueError, match=r"run\.json' is damaged: .*; restore it, or start again in another folder"):
         read_facts(tmp_path)
 
 
@@ -98,16 +98,3 @@ def test_a_resumed_record_goes_on_where_its_checkpoint_was(tmp_path):
     (tmp_path / METRICS).write_bytes(b"{}\n")
     with pytest.raises(ValueError, match=r"metrics.jsonl' is damaged: it has 3 bytes, and \d+ were written"):
         Recorder(tmp_path, lengths=lengths)
-
-
-def test_without_a_folder_nothing_is_written():
-    with Recorder(None, tensorboard=True) as recorder:
-        recorder.update(1, {"loss": 1.0}, tokens=0)
-        recorder.evaluation(1, 1.0, {}, {})
-        assert recorder.sync() == {}
-
-
-def test_a_path_that_is_not_utf_8_is_refused_before_anything_is_made(tmp_path):
-    with pytest.raises(ValueError, match=r"out must be a path in UTF-8"), claimed(tmp_path / "\udcff", "run", set()):
-        pass
-    assert not list(tmp_path.iterdir())

@@ -24,44 +24,40 @@ from symexplin.lab.settings import dump_toml, from_table, load_toml, merge, to_t
 from symexplin.lab.weights import find_weights, load_trained, read_map
 
 KINDS = [(home, kind) for home in CURVES for kind in ("ddp", "fsdp")]
-SHARED = [
-    ("none", "ddp", "resumed"),
-    ("optimizer", "fsdp", "resumed"),
-    ("optimizer", "ddp", "moved"),
-    ("module", "fsdp", "moved"),
-]
+RESUMED, MOVED = [("none", "ddp"), ("optimizer", "fsdp")], [("optimizer", "ddp"), ("module", "fsdp")]
 
 
 def table(data, home="none", kind=None, **train):
-    schedule = {"steps": 9, "batch_size": 8, "accumulation": 2, "eval_every": 5, "eval_batches": 1}
+    schedule = {"steps": 6, "batch_size": 8, "accumulation": 2, "eval_every": 4, "eval_batches": 1}
     config = tiny(
         data,
         home,
         model=ModelConfig(width=16, depth=1, heads=2, context=16),
         train=dataclasses.replace(TRAIN, **{**schedule, "max_grad_norm": 0.5, **train}),
-        log=LogConfig(checkpoint_every=4, tensorboard=False),
+        log=LogConfig(checkpoint_every=3, tensorboard=False),
     )
     return merge(to_table(config), {"compute": {"parallel": kind}} if kind else {})
 
 
 @pytest.fixture(scope="module")
 def folder(data, tmp_path_factory):
-    """Runs in two processes: each kind left in peace; some stopped and resumed, some handed to one process and back."""
+    """Runs in two processes: of each kind, two also stopped and resumed, two handed to one process and back."""
     place = tmp_path_factory.mktemp("runs")
     tasks, later = [], []
     for home, kind in KINDS:
         config, name = table(data, home, kind), str(place / f"{home}-{kind}")
+        if (home, kind) in MOVED:
+            tasks += [(config, name, 2)]
+            later += [(config, name)]
+            continue
         tasks += [(config, name)]
-        if (home, kind, "resumed") in SHARED:
-            tasks += [(config, f"{name}-resumed", 7), (config, f"{name}-resumed")]
-        if (home, kind, "moved") in SHARED:
-            tasks += [(config, f"{name}-moved", 3)]
-            later += [(config, f"{name}-moved")]
+        if (home, kind) in RESUMED:
+            tasks += [(config, f"{name}-resumed", 5), (config, f"{name}-resumed")]
     first, second = processes.run(2, place, parallel_runs.runs, tasks)
     assert first == second  # the last losses, and where the runs stopped
-    assert sum("stopped by SIGTERM after step" in str(result) for result in first) == len(SHARED)
+    assert sum("stopped by SIGTERM after step" in str(result) for result in first) == 4
     for config, name in later:
-        assert "after step 6" in parallel_runs.go_on(config, name, 6)
+        assert "after step 4" in parallel_runs.go_on(config, name, 4)
     processes.run(2, place, parallel_runs.runs, later)
     for home in CURVES:
         parallel_runs.go_on(table(data, home), place / home)
@@ -98,13 +94,9 @@ def test_two_processes_train_what_one_does(folder, home, kind):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("home", "kind", "how"), SHARED)
-def test_a_run_that_a_signal_to_one_process_stopped_resumes_also_in_one_process_and_back(folder, home, kind, how):
-    run = folder / f"{home}-{kind}-{how}"
-    if how == "resumed":
-        assert_same_bits(run, folder / f"{home}-{kind}")
-    else:
-        assert_close(run, folder / home)
+@pytest.mark.parametrize(("home", "kind"), RESUMED)
+def test_a_run_that_a_signal_to_one_process_stopped_resumes_to_the_same_bits(folder, home, kind):
+    assert_same_bits(folder / f"{home}-{kind}-resumed", folder / f"{home}-{kind}")
 
 
 @pytest.mark.distributed
@@ -122,7 +114,7 @@ def test_a_sharded_checkpoint_has_a_file_for_each_process_is_one_model_and_damag
         content = (last / shards[1]).read_bytes()
         (last / shards[1]).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         (run / "model.safetensors").unlink()
-        assert find_weights(run, echo=lines.append) == before
+        assert find_weights(run, echo=lines.append).is_relative_to(before)  # or its file, if one process wrote it
         assert f"{last} is damaged: {shards[1]} does not match its digest" in lines[0]
 
 
@@ -156,7 +148,7 @@ def test_four_processes_resume_to_the_same_bits_and_share_out_few_rows(data, tmp
     config = table(data, "none", "ddp", eval_batches=100)
     assert len(Corpus.load(data).valid) // 16 % 4 in (1, 2, 3)
     names = [str(tmp_path / name) for name in ("whole", "resumed")]
-    processes.run(4, tmp_path, parallel_runs.runs, [(config, names[0]), (config, names[1], 7), (config, names[1])])
+    processes.run(4, tmp_path, parallel_runs.runs, [(config, names[0]), (config, names[1], 5), (config, names[1])])
     assert_same_bits(tmp_path / "resumed", tmp_path / "whole")
     parallel_runs.go_on(table(data, eval_batches=100), tmp_path / "one")
     assert_close(tmp_path / "whole", tmp_path / "one")
@@ -182,7 +174,7 @@ def test_each_error_of_a_job_is_one_line_and_all_processes_have_its_status(folde
         (f"{new} --seed RANK", None, "settings must be those of process 0: train.seed"),
         (f"train {flags} --out {tmp_path}/b", "a full disk", "error: No space left on device"),
         (f"train {flags} --out {tmp_path}/d --parallel fsdp", "a full disk of one", "No space left on device"),
-        (f"train {flags} --out {tmp_path}/c", "no number", "ffn.up.weight; --resume would continue from the start"),
+        (f"train {flags} --out {tmp_path}/c", "no number", "ffn.up.weight; --resume continues at step 0"),
     ]
     outcomes = processes.run(2, tmp_path, parallel_runs.commands, [case[:2] for case in cases])
     for (line, _, words), (status, _, errors), other in zip(cases, *outcomes, strict=True):
@@ -204,7 +196,7 @@ def workers_of(job):
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="finds torchrun's processes there")  # noqa: PTH110
 def test_a_job_of_torchrun_ends_with_one_of_its_processes_and_goes_on_to_the_same_bits(data, tmp_path):
-    config = table(data, "optimizer", "fsdp", steps=45)
+    config = table(data, "optimizer", "fsdp", steps=24)
     (tmp_path / "run.toml").write_text(dump_toml(config))
     processes.run(2, tmp_path, parallel_runs.runs, [(config, str(tmp_path / "whole"))])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
@@ -217,7 +209,7 @@ def test_a_job_of_torchrun_ends_with_one_of_its_processes_and_goes_on_to_the_sam
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     deadline = time.monotonic() + 60
-    while not any((tmp_path / "run").glob("checkpoints/step-*[48]")):
+    while not any((tmp_path / "run").glob("checkpoints/step-*[36]")):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     os.kill(workers_of(job)[0], signal.SIGKILL)

@@ -108,11 +108,11 @@ def test_a_finished_run_is_not_trained_again_and_not_overwritten(data, whole, tm
 def test_another_configuration_is_refused_with_all_differences(data, whole, tmp_path):
     before = bits(whole["optimizer"])
     other = tiny(data, train=dataclasses.replace(TRAIN, steps=12, lr=2e-2))
-    with pytest.raises(ValueError, match="out must be new") as error:
+    with pytest.raises(ValueError, match="out must be a new folder for another configuration") as error:
         train(other, whole["optimizer"], resume=True)
     for words in ("train.steps was 10, is 12 now", "train.lr was 0.01, is 0.02 now", "sel.home was 'optimizer'"):
         assert words in str(error.value)
-    with pytest.raises(ValueError, match="data must be those of the run"):
+    with pytest.raises(ValueError, match="data must have the tokens of the run"):
         train(tiny(prepared(tmp_path, [*TEXTS, "one more"]), "optimizer"), whole["optimizer"], resume=True)
     assert bits(whole["optimizer"]) == before
 
@@ -129,7 +129,7 @@ def test_paths_logging_and_machine_may_change_and_the_rounding_is_told(data, who
     (folder / "result.json").unlink()
     recompute = dataclasses.replace(tiny(data).compute, recompute=True)
     train(tiny(data, compute=recompute), folder, resume=True, echo=lines.append)
-    assert "compute.recompute was False, is True now: the rounding changes" in lines
+    assert "compute.recompute was False, is True now: rounding will differ" in lines
 
 
 def test_nothing_is_written_before_the_data_are_read_and_the_model_fits(data, tmp_path):
@@ -167,7 +167,7 @@ def test_a_failure_after_a_signal_is_the_signal(data, tmp_path, monkeypatch):
         raise RuntimeError("the compiler died")
 
     monkeypatch.setattr(Trainer, "update", update)
-    with pytest.raises(Stopped, match="within step 1; --resume continues from the start"):
+    with pytest.raises(Stopped, match="during step 1; --resume continues at step 0"):
         train(tiny(data), tmp_path / "run")
 
 
@@ -181,7 +181,7 @@ def test_a_planted_nan_ends_the_run_and_names_step_layer_and_checkpoint(data, wh
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "update", plant)
-        words = r"step 8: loss is nan.*blocks.0.ffn.up.weight; --resume would continue from .*step-00000006"
+        words = r"step 8: loss is nan.*blocks.0.ffn.up.weight; --resume continues from .*step-00000006"
         with pytest.raises(NonFiniteError, match=words):
             train(tiny(data), folder)
     *_, last = read_json_lines(folder / "metrics.jsonl")

@@ -131,15 +131,6 @@ def test_values_are_checked_in_a_table_and_in_python(values, words):
             make()
 
 
-@pytest.mark.parametrize("content", [b"a = = 1", b"\xff"])
-def test_files_that_are_not_toml(tmp_path, content):
-    (tmp_path / "bad").write_bytes(content)
-    with pytest.raises(ValueError, match="bad is not TOML"):
-        load_toml(tmp_path / "bad")
-    with pytest.raises(FileNotFoundError, match=r"config must be an existing TOML file, got .*nowhere"):
-        load_toml(tmp_path / "nowhere")
-
-
 # --- Flags -----------------------------------------------------------------------------------------------------------
 
 

@@ -97,7 +97,7 @@ def test_any_file_and_folder_is_read_in_its_order(tmp_path):
 def test_what_is_no_safetensors_file_is_named_and_never_unpickled(tmp_path):
     with pytest.raises(FileNotFoundError, match="none"):
         list(iter_tensors(tmp_path / "none"))
-    with pytest.raises(ValueError, match=f"model.safetensors.index.json, got '{tmp_path}'"):
+    with pytest.raises(ValueError, match=f"no weights in '{tmp_path}': give a safetensors file"):
         list(iter_tensors(tmp_path))
     write_tensors(tmp_path / "good", STATE)
     good = (tmp_path / "good").read_bytes()
@@ -126,7 +126,7 @@ def test_the_same_content_gives_the_same_bytes_in_a_file_like_any_new_one(tmp_pa
 @pytest.mark.parametrize(
     ("change", "header", "message"),
     [
-        ({}, None, "with a config in its header, got .*m' without one"),
+        ({}, None, ".*m' has no config in its header"),
         ({}, {"config": {"widht": 1}}, "header of '.*m': config: is of another version .*'widht'"),
         ({}, {"map": {"betta": 1}}, "header of '.*m': map: .*did you mean 'beta'"),
         ({"norm.weight": None}, {}, "'.*m' does not fit its model: .*norm.weight"),

@@ -123,7 +123,7 @@ def _join(gpus: bool) -> None:
         local, count = int(os.environ.get("LOCAL_RANK", distributed.get_rank())), torch.cuda.device_count()
         with Ranks(distributed.get_rank(), distributed.get_world_size()).together():
             if local >= count:
-                raise ValueError(f"device cuda needs one GPU per process, got {count}: start fewer, or add --device cpu")
+                raise ValueError(f"device cuda needs one GPU per process, got {count}: or add --device cpu")
         torch.cuda.set_device(local)
 
 

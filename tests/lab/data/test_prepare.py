@@ -48,13 +48,12 @@ def test_tokens_are_those_of_the_split(tmp_path, text):
         assert found.tokenizer.decode(side).split("<|endoftext|>")[:-1] == [text.decode() for text in documents]
     assert (found.vocab_size, found.tokenizer.name, found.train.dtype) == (400, "bpe-400", np.uint16)
     assert dataset == json.loads((tmp_path / "bpe" / "dataset.json").read_text())
-    assert dataset["bytes_per_token"] == sum(map(len, DOCUMENTS)) / (len(found.train) + len(found.valid))
     assert f"{found.valid_documents} held out, 7 repeated" in lines[0]
 
     Path(text).unlink()  # a finished dataset stays as it is
     before = content(tmp_path / "bpe")
     assert prepare(settings(text), tmp_path / "bpe") == dataset
-    with pytest.raises(ValueError, match=r"out must be new .*vocab_size was 400, is 500 now; seed was 0, is 1 now"):
+    with pytest.raises(ValueError, match=r"out must be a new folder .*vocab_size was 400, is 500 now; seed was 0, is 1 now"):
         prepare(settings(text, vocab_size=500, seed=1), tmp_path / "bpe")
     assert content(tmp_path / "bpe") == before
 
@@ -76,6 +75,7 @@ def test_bpe_learns_from_the_training_side_alone(tmp_path):
     tokenizer = Corpus.load(tmp_path / "out").tokenizer
     assert (len(tokenizer.encode(" bbbb")), len(tokenizer.encode(" zzzz"))) == (1, 5)
     assert any("not the 400 asked for" in line for line in lines)
+    assert not any("is held out, not" in line for line in lines)  # given documents are no share
 
 
 def test_the_sample_of_a_bpe_is_spread_evenly():
@@ -89,14 +89,15 @@ def test_the_sample_of_a_bpe_is_spread_evenly():
 
 @pytest.mark.parametrize(("fraction", "cut"), [(0.05, 19), (0.0, 20), (0.999, 1)])
 def test_a_lone_document_is_cut_in_two(tmp_path, fraction, cut):
-    text = "0123456789" * 2
+    text, lines = "0123456789" * 2, []
     (tmp_path / "text").write_text(f"{text}\0{text}")
-    dataset = prepare(settings(tmp_path / "text", valid_fraction=fraction), tmp_path / "out")
+    dataset = prepare(settings(tmp_path / "text", valid_fraction=fraction), tmp_path / "out", echo=lines.append)
+    told = "5.0% of the text is held out, not 0.0%: whole documents are held out, and there are few, or some are long"
+    assert (told in lines) == (fraction == 0.0)
     corpus = Corpus.load(tmp_path / "out")
     sides = [corpus.tokenizer.decode(side) for side in (corpus.train, corpus.valid)]
     assert sides == [part + corpus.tokenizer.end_token for part in (text[:cut], text[cut:])]
     assert (dataset["train"]["text_bytes"], dataset["valid"]["text_bytes"]) == (cut, 20 - cut)
-    assert dataset["repeated_documents"] == 1
 
 
 def test_an_unfinished_folder_is_made_anew_and_no_data(tmp_path, text, monkeypatch):
@@ -117,13 +118,13 @@ def test_an_unfinished_folder_is_made_anew_and_no_data(tmp_path, text, monkeypat
     ("options", "words"),
     [
         ({"tokenizer": "nowhere"}, "nowhere"),
-        ({"valid": ("nowhere",)}, "valid must be 'stdlib', .*got 'nowhere'"),
-        ({"valid": ("blank",)}, "valid must each hold at least one document, got 'blank'"),
+        ({"valid": ("nowhere",)}, "source of text must be 'stdlib', .*got 'nowhere'"),
+        ({"valid": ("blank",)}, "source of text must have at least one document, got 'blank'"),
         ({"sources": ("nowhere.jsonl",)}, "nowhere"),
         ({"sources": (".",)}, "out must lie outside the sources"),
         ({"sources": ()}, "sources must name at least one"),
         ({"vocab_size": 256}, "vocab_size must be a whole number >= 257"),
-        ({"end_token": "x"}, "end_token goes with a tokenizer file, got 'x' with 'bpe'"),
+        ({"end_token": "x"}, "end_token is for a tokenizer file, got 'x' with 'bpe'"),
     ],
 )
 def test_a_mistake_is_named_and_leaves_no_folder(tmp_path, text, options, words, monkeypatch):

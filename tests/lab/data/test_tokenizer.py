@@ -91,10 +91,10 @@ def test_the_end_of_tokenizer_files(tmp_path):
     assert (found.end_token, found.end, found.vocab_size) == ("[SEP]", 3, 4)
     assert encoded(found, b"a b").tolist() == [1, 0, 3]
     assert Tokenizer.from_name(str(path), end_token="[CLS]").end == 2
-    with pytest.raises(ValueError, match=r"has none of \[CSL\]: name a token of its as end_token"):
+    with pytest.raises(ValueError, match=r"has none of \[CSL\]: name a token of it with end_token"):
         Tokenizer.from_name(str(path), end_token="[CSL]")
     word_level("?", "a").save(str(path))
-    with pytest.raises(ValueError, match=r"has none of <.endoftext.>.*: name a token of its as end_token"):
+    with pytest.raises(ValueError, match=r"has none of <.endoftext.>.*: name a token of it with end_token"):
         Tokenizer.from_name(str(path))
 
 
