@@ -363,12 +363,12 @@ def _inspect(source: _Weights, /, *, preset: _Path = None, map: Pairs | None = N
       symexplin inspect model.safetensors
       symexplin inspect llama/ --preset paper --map beta=15 --json tails.json
     """
-    from symexplin.lab.files import check_new, write_json
+    from symexplin.lab.files import write_json
     from symexplin.lab.inspect import format_inspection, inspect_file
     from symexplin.lab.maps import named_map
 
-    if json is not None:
-        check_new("json", json)
+    if json is not None and Path(json).exists():
+        raise ValueError(f"json must be a new file, got {json!r}, which exists")
     config = named_map(preset or "default", map or {}) if preset or map else None
     inspection = inspect_file(source, config=config)
     print(format_inspection(inspection))

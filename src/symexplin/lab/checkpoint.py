@@ -20,7 +20,7 @@ from symexplin.lab.files import file_digest, read_json, write_json
 from symexplin.lab.parallel import ALONE, Ranks
 
 __all__ = [
-    *("CHECKPOINTS", "STATE", "is_checkpoint", "is_sharded", "load_checkpoint", "newest", "newest_intact"),
+    *("CHECKPOINTS", "STATE", "is_sharded", "load_checkpoint", "newest", "newest_intact"),
     *("read_shards", "save_checkpoint", "shard_metadata", "tidy", "write_shards"),
 ]
 
@@ -35,11 +35,6 @@ Echo = Callable[[str], None]
 def newest(folder: Path) -> list[Path]:
     """Return the checkpoints of a run, newest first."""
     return sorted((folder / CHECKPOINTS).glob("step-*[0-9]"), key=lambda path: int(path.name[5:]), reverse=True)
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint."""
-    return (folder / STATE).exists()
 
 
 def save_checkpoint(folder: Path, step: int, write: Callable[[Path], State], keep: int, ranks: Ranks = ALONE) -> Path:

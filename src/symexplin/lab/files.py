@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    *("check_new", "damaged", "file_digest", "format_columns", "read_json", "read_json_lines"),
+    *("damaged", "file_digest", "format_columns", "read_json", "read_json_lines"),
     *("replace_file", "replacing", "write_csv", "write_json"),
 ]
 
@@ -37,12 +37,6 @@ def replace_file(path: str | Path, content: str | bytes) -> None:
     """Write a file in one step (:func:`replacing`)."""
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-
-
-def check_new(name: str, path: str | Path) -> None:
-    """Raise ValueError if there is something at the path of the argument `name`."""
-    if Path(path).exists():
-        raise ValueError(f"{name} must be a new file, got {str(path)!r}, which exists")
 
 
 def file_digest(path: Path) -> str:

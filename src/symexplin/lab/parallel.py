@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, distributed
 
-from symexplin.lab.process import end_with_parent, launch, under_torchrun
+from symexplin.lab.process import end_with_parent, launch
 from symexplin.lab.settings import differences
 from symexplin.optim.shard import is_dtensor
 
@@ -114,7 +114,7 @@ def joined(device: str) -> Iterator[Ranks]:
 
 
 def _join(gpus: bool) -> None:
-    if under_torchrun():
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has started this process
         end_with_parent()
     # Plain values go through gloo, without waiting for a GPU.
     distributed.init_process_group("cpu:gloo,cuda:nccl" if gpus else "cpu:gloo", timeout=_PATIENCE)

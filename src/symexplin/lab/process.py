@@ -8,7 +8,7 @@ import threading
 from types import FrameType
 from typing import Any, Self
 
-__all__ = ["StopSignals", "Stopped", "end_with_parent", "launch", "under_torchrun"]
+__all__ = ["StopSignals", "Stopped", "end_with_parent", "launch"]
 
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 # Windows has no SIGHUP, the signal of a closed terminal.
@@ -21,11 +21,6 @@ def launch() -> tuple[int, int]:
     if not (rank.isdecimal() and size.isdecimal()):
         raise ValueError(f"RANK and WORLD_SIZE must be torchrun's, got {rank!r} and {size!r}: unset them")
     return (int(rank), int(size)) if int(size) > 1 else (0, 1)
-
-
-def under_torchrun() -> bool:
-    """Whether torchrun has started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 class Stopped(Exception):  # noqa: N818 (it is no error)

@@ -18,7 +18,6 @@ from torch import Tensor
 from symexplin.config import SELConfig
 from symexplin.lab.checkpoint import (
     STATE,
-    is_checkpoint,
     is_sharded,
     load_checkpoint,
     newest_intact,
@@ -245,7 +244,7 @@ def find_weights(path: str | Path, name: str = "model", echo: Echo = warnings.wa
         raise FileNotFoundError(f"{wanted}, got {str(path)!r}, which does not exist")
     if not path.is_dir():
         return path
-    if is_checkpoint(path):
+    if (path / STATE).exists():
         load_checkpoint(path)
         return _in_checkpoint(path)
     if (path / MODEL).exists() and not _is_damaged(path, echo):

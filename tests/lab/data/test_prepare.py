@@ -53,7 +53,7 @@ def test_tokens_are_those_of_the_split(tmp_path, text):
     Path(text).unlink()  # a finished dataset stays as it is
     before = content(tmp_path / "bpe")
     assert prepare(settings(text), tmp_path / "bpe") == dataset
-    with pytest.raises(ValueError, match=r"out must be a new folder .*vocab_size was 400, is 500 now; seed was 0, is 1 now"):
+    with pytest.raises(ValueError, match=r"out must be .*vocab_size was 400, is 500 now; seed was 0, is 1 now"):
         prepare(settings(text, vocab_size=500, seed=1), tmp_path / "bpe")
     assert content(tmp_path / "bpe") == before
 
@@ -87,13 +87,20 @@ def test_the_sample_of_a_bpe_is_spread_evenly():
         assert np.diff([*places, 1000]).max() <= np.ceil(100_000 / wanted) + 1
 
 
+@pytest.mark.parametrize(("fraction", "told"), [(0.1, True), (0.2, False)])
+def test_a_share_far_from_the_one_asked_for_is_told(tmp_path, fraction, told):
+    """One of four documents is held out in both cases."""
+    (tmp_path / "text").write_text("\0".join(f"document {i}" for i in range(4)))
+    lines = []
+    prepare(settings(tmp_path / "text", valid_fraction=fraction, tokenizer="byte"), tmp_path / "out", echo=lines.append)
+    assert any(f"25.0% of the text is held out, not {fraction:.1%}: " in line for line in lines) == told
+
+
 @pytest.mark.parametrize(("fraction", "cut"), [(0.05, 19), (0.0, 20), (0.999, 1)])
 def test_a_lone_document_is_cut_in_two(tmp_path, fraction, cut):
-    text, lines = "0123456789" * 2, []
+    text = "0123456789" * 2
     (tmp_path / "text").write_text(f"{text}\0{text}")
-    dataset = prepare(settings(tmp_path / "text", valid_fraction=fraction), tmp_path / "out", echo=lines.append)
-    told = "5.0% of the text is held out, not 0.0%: whole documents are held out, and there are few, or some are long"
-    assert (told in lines) == (fraction == 0.0)
+    dataset = prepare(settings(tmp_path / "text", valid_fraction=fraction), tmp_path / "out")
     corpus = Corpus.load(tmp_path / "out")
     sides = [corpus.tokenizer.decode(side) for side in (corpus.train, corpus.valid)]
     assert sides == [part + corpus.tokenizer.end_token for part in (text[:cut], text[cut:])]

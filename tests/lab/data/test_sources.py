@@ -154,7 +154,7 @@ def test_parquet_files_and_folders_of_them(tmp_path):
     assert load(tmp_path / "root") == [b"one", b"two", b"three"] * 2 + [b"four"]
     for key in ("body", "id"):
         for name in ("root", "root/a.parquet"):
-            with pytest.raises(ValueError, match=rf"column with text in '.*a.parquet', which has text, id; got '{key}'"):
+            with pytest.raises(ValueError, match=rf"text in '.*a.parquet', which has text, id; got '{key}'"):
                 load(tmp_path / name, text_key=key)
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(ValueError, match=r"bad.parquet' is damaged, or not parquet"):
