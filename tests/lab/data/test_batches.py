@@ -14,10 +14,9 @@ from symexplin.lab.data.tokenizer import train_bpe
 
 
 def test_what_is_no_finished_dataset_or_damaged_is_named(data, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"data must be a folder that `symexplin prepare` made, got .*nowhere"):
-        Corpus.load(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"has no dataset.json: run `symexplin prepare SOURCE"):
-        Corpus.load(tmp_path)
+    for folder in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(FileNotFoundError, match=rf"data must be .*, got '{folder}' without dataset.json"):
+            Corpus.load(folder)
     folder = tmp_path / "data"
     prepared(tmp_path)
     whole = (folder / "valid.npy").read_bytes()
@@ -28,10 +27,6 @@ def test_what_is_no_finished_dataset_or_damaged_is_named(data, tmp_path):
     train_bpe([b"text"], 299).save(folder / "tokenizer.json")
     with pytest.raises(ValueError, match=r"tokenizer.json' is not the tokenizer of the tokens, 'byte'"):
         Corpus.load(folder)
-    (folder / "tokenizer.json").rename(tmp_path / "away")
-    with pytest.raises(ValueError, match=r"data must be .*data' has no tokenizer.json: run `symexplin prepare` into"):
-        Corpus.load(folder)
-    (tmp_path / "away").rename(folder / "tokenizer.json")
     for content in ("", '{"tokenizer": {}}'):
         (folder / "dataset.json").write_text(content)
         with pytest.raises(ValueError, match=r"dataset.json' is damaged"):

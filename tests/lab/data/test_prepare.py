@@ -114,7 +114,7 @@ def test_an_unfinished_folder_is_made_anew_and_no_data(tmp_path, text, monkeypat
         with pytest.raises(KeyboardInterrupt):
             prepare(settings(text), tmp_path / "out")
     assert (tmp_path / "out" / ".unfinished" / "valid.npy").exists()
-    with pytest.raises(ValueError, match=r"made and finished; .*out' has no dataset.json"):
+    with pytest.raises(FileNotFoundError, match=r"has finished, got .*out' without dataset.json"):
         Corpus.load(tmp_path / "out")
     prepare(settings(text, vocab_size=300), tmp_path / "out")
     prepare(settings(text, vocab_size=300), tmp_path / "fresh")

@@ -33,11 +33,9 @@ Batch = tuple[Tensor, Tensor]
 
 def read_dataset(folder: Path) -> dict[str, Any]:
     """Return the content of a finished folder's dataset.json."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"data must be a folder that `symexplin prepare` made, got {str(folder)!r}")
     if not (folder / DATASET).exists():
-        problem = f"has no {DATASET}: run `symexplin prepare SOURCE --out FOLDER`"
-        raise ValueError(f"data must be a folder that `symexplin prepare` made and finished; {str(folder)!r} {problem}")
+        made = "a folder that `symexplin prepare SOURCE --out FOLDER` has finished"
+        raise FileNotFoundError(f"data must be {made}, got {str(folder)!r} without {DATASET}")
     return read_json(folder / DATASET)
 
 
@@ -89,9 +87,6 @@ class Corpus:
         """
         folder = Path(folder)
         dataset = read_dataset(folder)
-        if not (folder / TOKENIZER).is_file():
-            problem = f"has no {TOKENIZER}: run `symexplin prepare` into a new folder"
-            raise ValueError(f"data must be a folder that `symexplin prepare` made; {str(folder)!r} {problem}")
         try:
             facts, sides = dataset["tokenizer"], [dataset[name] for name in SIDES]
             tokenizer = Tokenizer.load(folder / TOKENIZER, name=facts["name"], end_token=facts["end_token"])
