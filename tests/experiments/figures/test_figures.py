@@ -34,7 +34,7 @@ def test_a_figure_is_written_with_its_text_and_the_same_each_time(tmp_path):
         ("symexp_sel", ["x"], "sources must be none for symexp_sel, got 1: 'x'"),
         ("heavy_tail", ["x", "y"], "a safetensors file .* got 2: 'x', 'y'"),
         ("loss_curves", ["."], "a comparison or a table, or a run .*, got '.'"),
-        ("heavy_tail", ["."], "path must be a safetensors file, or a folder"),
+        ("heavy_tail", ["."], "give a safetensors file, or a folder"),
         ("raw_effective", ["no/such"], "no/such"),
         ("mechanism_ablations", ["damaged"], "damaged, or of another version of symexplin: delete it"),
         (
