@@ -60,6 +60,9 @@ def trainers(folder):
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = prelude()
+    if "scale_qk_(" in page.read_text(encoding="utf-8"):
+        parts = {name: nn.Linear(8, 8) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+        names["model"] = nn.ModuleDict(parts | {"q_norm": nn.RMSNorm(8)})
     if "Trainer(" in page.read_text(encoding="utf-8"):
         names |= trainers(tmp_path)
     for text in blocks(page, "python"):
