@@ -1,4 +1,4 @@
-"""Compiling, caching and loading: whatever goes wrong, a step works, with at most one warning that says what to do."""
+"""Compiling, caching and loading: whatever goes wrong, there are kernels or one warning that says what to do."""
 
 import os
 import platform
@@ -6,16 +6,21 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 
 import builds
-from faults import begin, fake_compiler, first_steps
-from symexplin.kernels import compiler
+from states import STATES
+from symexplin.kernels import compiler, cpu
 
 pytestmark = pytest.mark.skipif(compiler.find_compiler() is None, reason="no C compiler")
+
+SOURCE = Path(compiler.__file__).with_name("cpu.c")
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +31,7 @@ def made(tmp_path_factory):
     (folder / "every").write_text(real.macros + "#define __XOP__ 1\n#define __AVX512F__ 1\n")  # no processor has both
     (folder / "answer.c").write_text("int answer(void) { return 42; }\n")
     compiler.compile_library(real, folder / "answer.c", folder / "strange")
-    source = Path(compiler.__file__).with_name("cpu.c").read_text()
+    source = SOURCE.read_text()
     assert source.count("0.1666657719f") == 1
     (folder / "wrong.c").write_text(source.replace("0.1666657719f", "0.17f"))
     compiler.compile_library(real, folder / "wrong.c", folder / "wrong")
@@ -41,42 +46,53 @@ def made(tmp_path_factory):
 
 
 class Place:
-    """Where one test's processes find their compiler and their cache."""
+    """Where a test's compiler, its cache and its temporary files are."""
 
-    def __init__(self, folder, made):
+    def __init__(self, folder, made, monkeypatch):
         self.made, self.cache, self.temporary = made, folder / "cache" / "symexplin", folder / "tmp"
-        self.temporary.mkdir()
         self.script = folder / "bin" / "cc"
-        self.environment = {"PATH": str(self.script.parent), "XDG_CACHE_HOME": str(self.cache.parent)}
-        self.environment |= {"HOME": str(folder), "TMPDIR": str(self.temporary)}
+        for path in (self.temporary, self.script.parent):
+            path.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(self.temporary))
+        for name, value in (("PATH", self.script.parent), ("XDG_CACHE_HOME", self.cache.parent), ("CC", "")):
+            monkeypatch.setenv(name, str(value))
 
     def write(self, name):
         return f'/bin/cp {self.made / name} "$2"'
 
     def compiler(self, probe="", build=""):
-        fake_compiler(self.script, probe or f"/bin/cat {self.made / 'macros'}", build or self.write("good"))
+        """Write a compiler that runs one shell command to print macros, and one to write the library "$2"."""
+        probe, build = probe or f"/bin/cat {self.made / 'macros'}", build or self.write("good")
+        case = f'case "$*" in *-dM*)\n{probe}\n;; *) while [ "$1" != -o ]; do shift; done\n{build}\n;; esac'
+        self.script.write_text(f"#!/bin/sh\n{case}\n")
+        self.script.chmod(0o700)
 
-    def steps(self, **arguments):
-        steps = first_steps(environment=self.environment, **arguments)
-        assert steps["difference"] < 1e-6
+    def load(self):
+        """Return the name of the kernels that a new process would use, and its warnings."""
+        compiler._find.cache_clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            kernels = cpu.load.__wrapped__()
         assert not list(self.temporary.iterdir())
         assert not list(self.cache.glob("symexplin-*"))  # nothing is left of a draft
-        return steps
+        return kernels and kernels.name, [str(warning.message) for warning in caught]
 
 
 @pytest.fixture
-def place(tmp_path, made):
-    return Place(tmp_path, made)
+def place(tmp_path, made, monkeypatch):
+    yield Place(tmp_path, made, monkeypatch)
+    compiler._find.cache_clear()
 
 
-def assert_compiled(steps):
-    assert steps["name"].startswith("compiled C")
-    assert steps["warnings"] == []
+def assert_compiled(place):
+    name, said = place.load()
+    assert name.startswith("compiled C")
+    assert said == []
 
 
-def assert_plain(steps, reason):
-    assert steps["name"] == "PyTorch's operations"
-    (warning,) = steps["warnings"]
+def assert_plain(place, reason):
+    name, (warning,) = place.load()
+    assert name is None
     assert reason in warning
     assert "Install a C compiler" in warning
 
@@ -89,21 +105,18 @@ ENDINGS = {  # of the processes that run the compiler: what to do instead of its
 }
 
 
+@pytest.mark.parametrize("stage", ["probe", "build"])
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_a_compiler_that_does_not_print_macros_is_none(place, ending):
-    place.compiler(probe=ENDINGS[ending][0])
-    assert_plain(place.steps(seconds=0.5), "no C compiler found")
+def test_a_compiler_that_prints_no_macros_or_writes_no_library(place, ending, stage, monkeypatch):
+    does, says = ENDINGS[ending]
+    for limit in ("_SECONDS", "_PROBE_SECONDS") if ending == "is stopped" else ():
+        monkeypatch.setattr(compiler, limit, 0.5)
+    place.compiler(**{stage: does})
+    assert_plain(place, says if stage == "build" else "no C compiler found")
 
 
 def test_no_compiler_at_all(place):
-    assert_plain(place.steps(), "no C compiler found")
-
-
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_a_compiler_that_writes_no_library(place, ending):
-    does, says = ENDINGS[ending]
-    place.compiler(build=does)
-    assert_plain(place.steps(seconds=0.5), says)
+    assert_plain(place, "no C compiler found")
 
 
 OUTPUTS = {
@@ -119,10 +132,10 @@ OUTPUTS = {
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_a_compiler_that_writes_something_else(place, output):
     place.compiler(build=place.write(output))
-    assert_plain(place.steps(), OUTPUTS[output])
+    assert_plain(place, OUTPUTS[output])
     assert not list(place.cache.glob("*"))
     place.compiler()
-    assert_compiled(place.steps())
+    assert_compiled(place)
 
 
 # Whatever the content, its digest is not that in the name; the same under the name of the content is loaded.
@@ -132,22 +145,23 @@ DAMAGED = [("zeros", False), ("cut", False), *((content, True) for content in ("
 @pytest.mark.parametrize(("content", "is_named"), DAMAGED)
 def test_a_library_in_the_cache_that_is_not_right_is_compiled_again(place, content, is_named):
     place.compiler()
-    assert_compiled(place.steps())
+    assert_compiled(place)
     (library,) = place.cache.glob("*.so")
     good, bad = library.read_bytes(), (place.made / content).read_bytes()
-    library.write_bytes(bad)
-    if is_named:
-        library.rename(library.with_stem(f"{library.stem.rpartition('-')[0]}-{compiler._digest(bad)}"))
-    assert_compiled(place.steps())
+    library.unlink()  # which this process has open
+    name = f"{library.stem.rpartition('-')[0]}-{compiler._digest(bad if is_named else good)}.so"
+    library.with_name(name).write_bytes(bad)
+    assert_compiled(place)
     assert good in [path.read_bytes() for path in place.cache.glob("*.so")]
 
 
 def test_a_library_in_the_cache_is_used_again(place):
     place.compiler()
-    assert_compiled(place.steps())
+    with STATES["bfloat16"]():  # the check of the kernels does not depend on the default dtype
+        assert_compiled(place)
     assert place.cache.stat().st_mode & 0o777 == 0o700
     place.compiler(build="exit 1")
-    assert_compiled(place.steps())
+    assert_compiled(place)
 
 
 FOLDERS = {  # what is wrong with the cache
@@ -161,7 +175,7 @@ FOLDERS = {  # what is wrong with the cache
 def test_another_folder_serves_where_the_cache_cannot(place, fault):
     FOLDERS[fault](place.cache)
     place.compiler()
-    assert_compiled(place.steps())
+    assert_compiled(place)
     assert not list(place.cache.glob("*"))
 
 
@@ -175,47 +189,40 @@ def test_a_full_disk(place, full):
     cases = " ".join(f'case "$TMPDIR" in {folders[name]}/*) {FULL};; esac;' for name in full.split())
     place.compiler(build=cases + place.write("good"))
     if full == "cache tmp":
-        assert_plain(place.steps(), "No space left on device")
+        assert_plain(place, "No space left on device")
     else:
-        assert_compiled(place.steps())
+        assert_compiled(place)
     assert bool(list(place.cache.glob("*.so"))) == (full == "tmp")
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
-def test_what_a_signal_handler_raises_passes_and_the_next_step_works(place, kind):
+def test_what_a_signal_handler_raises_passes_and_the_next_step_works(place):
     place.compiler(build=f"/bin/sleep 1; {place.write('good')}")
-    steps = place.steps(interrupt=kind)
-    assert steps["raised"] == "from the handler after less than a second"
-    assert_compiled(steps)
 
+    def handler(*_):
+        raise RuntimeError("from the handler")
 
-def test_a_process_that_is_stopped_while_it_compiles_holds_up_no_other(place):
-    begun = place.temporary.with_name("begun")
-    place.compiler(build=f"[ -e {begun} ] || {{ : > {begun}; exec /bin/sleep 9; }}\n{place.write('good')}")
-    other, _ = begin(environment=place.environment)
-    while not begun.exists():
+    before = signal.signal(signal.SIGUSR1, handler)
+    threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGUSR1]).start()
+    try:
+        with pytest.raises(RuntimeError, match="from the handler"):
+            place.load()
+        assert not list(place.cache.glob("*.so"))  # it did not wait for the compiler
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    while not list(place.cache.glob("*.so")):
         time.sleep(0.02)
-    os.kill(other.pid, signal.SIGSTOP)
-    steps = first_steps(environment=place.environment)
-    other.kill()
-    other.join()
-    assert_compiled(steps)
-
-
-def test_the_default_dtype_does_not_matter(place):
-    place.compiler()
-    assert_compiled(place.steps(state="bfloat16"))
+    assert_compiled(place)
 
 
 @pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() != "x86_64", reason="the processor's instructions are not known"
 )
-def test_a_target_with_instructions_that_the_processor_lacks(place):
-    place.environment["SYMEXPLIN_CPU_TARGET"] = "imaginary"
+def test_a_target_with_instructions_that_the_processor_lacks(place, monkeypatch):
+    monkeypatch.setenv("SYMEXPLIN_CPU_TARGET", "imaginary")
     place.compiler(probe=f"/bin/cat {place.made / 'every'}")
-    assert_plain(place.steps(), "of SYMEXPLIN_CPU_TARGET=imaginary")
+    assert_plain(place, "of SYMEXPLIN_CPU_TARGET=imaginary")
     place.compiler(probe="exit 1")
-    assert_plain(place.steps(), "no C compiler found that knows SYMEXPLIN_CPU_TARGET=imaginary")
+    assert_plain(place, "no C compiler found that knows SYMEXPLIN_CPU_TARGET=imaginary")
 
 
 @pytest.fixture
@@ -265,9 +272,26 @@ print(compiler.load_library(Path(sys.argv[2]), lambda library, _: library.answer
 """
 
 
-def test_processes_that_compile_at_once_end_with_one_library(source):
+def loading(source):
+    """Start a process that compiles and loads a source."""
     command = [sys.executable, "-c", LOAD, compiler.__file__, str(source)]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_processes_that_compile_at_once_end_with_one_library(source):
+    running = [loading(source) for _ in range(3)]
     assert [process.communicate()[0].strip() for process in running] == ["42"] * 3
     (library,) = compiler.cache_folder().iterdir()
     assert library.suffix == ".so"
+
+
+def test_a_process_that_is_stopped_while_it_compiles_holds_up_no_other(place):
+    begun = place.temporary.with_name("begun")
+    place.compiler(build=f"[ -e {begun} ] || {{ : > {begun}; exec /bin/sleep 9; }}\n{place.write('good')}")
+    with loading(SOURCE) as other:
+        while not begun.exists():
+            time.sleep(0.02)
+        other.send_signal(signal.SIGSTOP)
+        compiler._find.cache_clear()
+        assert cpu.load.__wrapped__().name.startswith("compiled C")
+        other.kill()
