@@ -16,11 +16,11 @@ import torch
 
 import symexplin
 
-__all__ = ["STATES", "copies", "enter", "entered", "setting"]
+__all__ = ["STATES", "copies", "enter", "entered"]
 
 
 @contextlib.contextmanager
-def setting(get, change, value):
+def _setting(get, change, value):
     """Have a setting of the process at `value`."""
     before = get()
     change(value)
@@ -31,19 +31,22 @@ def setting(get, change, value):
 
 
 STATES = {
-    "bfloat16": functools.partial(setting, torch.get_default_dtype, torch.set_default_dtype, torch.bfloat16),
-    "float64": functools.partial(setting, torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "bfloat16": functools.partial(_setting, torch.get_default_dtype, torch.set_default_dtype, torch.bfloat16),
+    "float64": functools.partial(_setting, torch.get_default_dtype, torch.set_default_dtype, torch.float64),
     "meta": functools.partial(torch.device, "meta"),
     "inference": torch.inference_mode,
     "deterministic": functools.partial(
-        setting, torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
+        _setting, torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
     ),
     "medium": functools.partial(
-        setting, torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
+        _setting, torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
     ),
+    "autocast": functools.partial(torch.autocast, "cpu", torch.bfloat16),
+    "threads": functools.partial(_setting, torch.get_num_threads, torch.set_num_threads, 3),
+    "denormals": functools.partial(_setting, lambda: False, torch.set_flush_denormal, True),
 }
 # What copies meet at once. A state that hides what another shows stands apart from it.
-_TOGETHER = (("bfloat16", "meta", "medium"), ("float64", "deterministic"), ("inference",))
+_TOGETHER = (("bfloat16", "meta", "medium"), ("float64", "deterministic", "threads"), ("inference", "autocast"))
 _OUTSIDE = tuple(f"symexplin.{name}" for name in ("__main__", "cli", "experiments", "hf", "lab"))
 _SPECIAL = ("__init__", "__repr__", "__setstate__")  # methods that enter the state besides the public ones
 _USUAL_ONLY = ("usual_state", "slow", "distributed", "gpu")  # marks of tests that are not copied
@@ -51,11 +54,11 @@ _TESTS = str(Path(__file__).parent)
 
 
 @contextlib.contextmanager
-def entered(names, states=STATES):
+def entered(names):
     """Enter several states."""
     with contextlib.ExitStack() as stack:
         for name in names:
-            stack.enter_context(states[name]())
+            stack.enter_context(STATES[name]())
         yield
 
 
