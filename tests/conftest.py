@@ -18,7 +18,7 @@ _IN_STATES = (
     *("test_closed", "test_curve", "test_functional", "test_init", "test_inverse", "test_modules", "test_rounding"),
     *("test_products", "test_routing", "test_transform", "test_adamw", "test_annealing", "test_checks", "test_entry"),
     *("test_batches", "test_groups", "test_migrate", "test_optimizer", "test_own_map", "test_own_rule", "test_state"),
-    *("test_stats", "test_suggest", "test_torch_cases", "test_writes"),
+    *("test_stats", "test_suggest", "test_writes"),
 )
 
 

@@ -5,7 +5,7 @@ from torch import nn
 
 import symexplin as sel
 
-__all__ = ["ELEMENTWISE", "EXP", "inputs", "moved", "network", "strong"]
+__all__ = ["ELEMENTWISE", "EXP", "Experts", "inputs", "moved", "network", "strong"]
 
 
 def strong(name, **changes):
@@ -38,3 +38,18 @@ def moved(model):
         noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
         parameter.data += 0.05 * noise.to(parameter.device)
     return model
+
+
+class Experts(nn.Module):
+    """Three expert matrices in one tensor, outputs or inputs first."""
+
+    def __init__(self, inputs, outputs, is_transposed=False):
+        super().__init__()
+        self.is_transposed = is_transposed
+        weight = torch.randn(3, outputs, inputs) * 0.2
+        self.weight = nn.Parameter(weight.mT.contiguous() if is_transposed else weight)
+        self.bias = nn.Parameter(torch.zeros(3, outputs))
+
+    def forward(self, x):
+        form = "bi,eio->beo" if self.is_transposed else "bi,eoi->beo"
+        return (torch.einsum(form, x, self.weight) + self.bias).mean(1)

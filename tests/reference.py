@@ -168,11 +168,6 @@ def worst(
     return largest
 
 
-def total(want: list[Terms], role: str = "value") -> list[Any]:
-    """Return the exact values, or derivatives by `role`."""
-    return [mp.fsum(element[role]) for element in want]
-
-
 def noise(key: int, index: int) -> int:
     """Return the noise of stochastic rounding at one place of a tensor: the counter hash in Python's integers."""
     x = (index ^ key ^ (index >> 32) * 0x9E3779B9) & 0xFFFFFFFF

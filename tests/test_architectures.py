@@ -116,7 +116,6 @@ def test_twenty_steps_train_and_the_saved_model_is_stock(name, tmp_path):
         assert torch.equal(again.eval()(**data).logits, model(**data).logits)
 
 
-T5 = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
 BART = {
     **{"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "decoder_start_token_id": 2},
     **{"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "encoder_attention_heads": 2, "decoder_attention_heads": 2},
@@ -125,15 +124,12 @@ BART = {
 FSMT = {**BART, "src_vocab_size": 36, "tgt_vocab_size": 40, "langs": ["en", "de"], "tie_word_embeddings": False}
 WIDE = {**GROUPED, "vocab_size": 24}  # the feed-forward layers are as wide as the vocabulary
 JET = {**GROUPED, "kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
-LXMERT = {"l_layers": 1, "x_layers": 1, "r_layers": 1}
 PERCEIVER = {"num_self_attends_per_block": 1, "num_cross_attention_heads": 1}
 ONE = {"num_hidden_layers": 1}
 # Heads beside or instead of the one over the vocabulary, and routers, as each architecture's code has them. A tied
 # weight counts as its embedding's.
 HEADS = {
-    "T5ForSequenceClassification": (T5, "classification_head.out_proj", ""),
     "FSMTForConditionalGeneration": (FSMT, "model.decoder.output_projection", ""),
-    "BertForPreTraining": (TEXT, "cls.predictions cls.seq_relationship", ""),
     "XLMForSequenceClassification": ({"emb_dim": 16, "n_layers": 1, "n_heads": 2}, "sequence_summary.summary", ""),
     "ElectraForPreTraining": ({**TEXT, "embedding_size": 16}, "discriminator_predictions.dense_prediction", ""),
     "DeiTForImageClassificationWithTeacher": (VIT, "cls_classifier distillation_classifier", ""),
@@ -142,7 +138,6 @@ HEADS = {
     "MobileBertForPreTraining": (ONE, "cls.predictions cls.predictions.dense cls.seq_relationship", ""),
     "RemBertForMaskedLM": (ONE, "cls.predictions.decoder", ""),  # its "dense" is a transform
     "DistilBertForSequenceClassification": ({"n_layers": 1}, "classifier", ""),  # "pre_classifier" is curved
-    "LxmertForQuestionAnswering": (LXMERT, "answer_head.logit_fc.3", ""),
     "PerceiverForSequenceClassification": (PERCEIVER, "perceiver.decoder.decoder.final_layer", ""),
     "XLNetForSequenceClassification": ({"n_layer": 1}, "logits_proj", ""),
     "ViTMAEForPreTraining": ({**ONE, "decoder_num_hidden_layers": 1}, "decoder.decoder_pred", ""),
@@ -153,7 +148,6 @@ HEADS = {
         "class_embed bbox_embed.layers.2 model.enc_out_class_embed.* model.enc_out_bbox_embed.*.layers.2",
         "",
     ),
-    "OwlViTForObjectDetection": ({}, "class_head.logit_s* box_head.dense2", ""),
 }
 
 

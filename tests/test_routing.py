@@ -118,6 +118,7 @@ LAYERS = {
     **{name: (named(name, then=linear(5)), "body then", name, "") for name in NAMES.split()},
     "the last of a stack": (named("head", Model(up=linear(), out=linear(3))), "body head.up", "head.out", ""),
     "a square one": (Model(classifier=linear(), then=linear(5)), "then", "classifier", ""),
+    "the last of two": (named("head", Model(a=linear(3), b=linear(5))), "body head.a", "head.b", ""),
     "one that nobody reads": (named("a_head", SAM), "body a_head.proj_in a_head.mid", "a_head.proj_out", ""),
     "convolutions": (Model(body=nn.Conv2d(3, 8, 3), cls=MASKS), "body cls.0", "cls.1", ""),
     "a list": (named("class_embed", nn.ModuleList([linear(3), linear(3)])), "body", "class_embed.0 class_embed.1", ""),

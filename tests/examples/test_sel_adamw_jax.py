@@ -173,21 +173,6 @@ def test_kernels_of_flax_linen_are_curved_except_the_heads():
     assert chosen(params) == {"Dense_0/kernel", *(f"Block_0/{name}/kernel" for name in inner)}
 
 
-def test_flax_nnx_trains_with_it():
-    nnx = pytest.importorskip("flax.nnx")
-    model = nnx.Sequential(nnx.Linear(6, 6, rngs=nnx.Rngs(0)), nnx.Linear(6, 6, rngs=nnx.Rngs(1)))
-    optimizer = nnx.Optimizer(model, sel_adamw(0.1, beta=5.0), wrt=nnx.Param)
-
-    @nnx.jit
-    def train(model, optimizer):
-        value, grads = nnx.value_and_grad(lambda model: (model(jnp.eye(6)) - 1.0).std())(model)
-        optimizer.update(model, grads)
-        return value
-
-    losses = [float(train(model, optimizer)) for _ in range(30)]
-    assert losses[-1] < 0.2 * losses[0]
-
-
 @pytest.mark.parametrize(
     "layers",
     [

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from networks import Experts
 from pairwise import every_pair
 from scripts import load
 from symexplin.presets import IDENTITY
@@ -49,13 +50,6 @@ def test_the_identity_map_is_torchs_muon_for_matrices_and_adamw_for_the_rest(set
         torch.testing.assert_close(p, q, **tight, msg=lambda text, name=name: f"{name}: {text}")
 
 
-class StackedExperts(nn.Module):
-    def __init__(self, *shape, is_transposed=False):
-        super().__init__()
-        self.is_transposed = is_transposed
-        self.weight = nn.Parameter(0.3 * torch.randn(*shape))
-
-
 def conv1d(outputs, inputs):
     return pytest.importorskip("transformers.pytorch_utils").Conv1D(outputs, inputs)
 
@@ -69,8 +63,8 @@ SHAPES = {
     "Conv1D": (lambda: conv1d(24, 8), (12, 12), lambda w: [w.mT[:12], w.mT[12:]]),
     "convolution": (lambda: nn.Conv2d(3, 6, 2), None, lambda w: [w.reshape(6, 12)]),
     "transposed": (lambda: nn.ConvTranspose2d(3, 6, 2), None, lambda w: [w.transpose(0, 1).reshape(6, 12)]),
-    "experts": (lambda: StackedExperts(3, 12, 5), (6, 6), lambda w: [half for e in w for half in (e[:6], e[6:])]),
-    "inputs first": (lambda: StackedExperts(3, 5, 12, is_transposed=True), None, lambda w: list(w.mT)),
+    "experts": (lambda: Experts(5, 12), (6, 6), lambda w: [half for e in w for half in (e[:6], e[6:])]),
+    "inputs first": (lambda: Experts(5, 12, is_transposed=True), None, lambda w: list(w.mT)),
 }
 
 

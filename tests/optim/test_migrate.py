@@ -15,6 +15,7 @@ from training import PAPER, assert_same_bits, build, network, train
 DECAY = {"weight_decay": 0.1}
 ELEMENTWISE = strong("paper", e=sel.Scale("elementwise", k=(50.0, 8.0), transform="exp"), n=sel.Scale("column"))
 MAPS = {"default": sel.SELConfig(), "paper": PAPER, "elementwise": ELEMENTWISE, "sinh": sel.SELConfig(mode="sinh")}
+TIGHT = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2.0**-7}
 Adam = functools.partial(torch.optim.Adam, decoupled_weight_decay=True)
 
 
@@ -33,8 +34,9 @@ def check_moments(model, optimizer, adamw, **tolerance):
     for name, parameter in model.named_parameters():
         mine, theirs = optimizer.state[parameter], adamw.state[parameter]
         factor = slopes.get(name, torch.ones_like(parameter))
-        torch.testing.assert_close(mine["exp_avg"], theirs["exp_avg"] * factor, **tolerance)
-        torch.testing.assert_close(mine["exp_avg_sq"], theirs["exp_avg_sq"] * factor**2, **tolerance)
+        for key, power in (("exp_avg", 1), ("exp_avg_sq", 2)):
+            wanted = theirs[key].to(mine[key].dtype) * factor**power  # of half precision in float32
+            torch.testing.assert_close(mine[key], wanted, **tolerance)
     return slopes
 
 
@@ -53,7 +55,7 @@ def test_under_the_identity_map_a_switch_there_and_back_is_no_switch():
 
 
 @pytest.mark.parametrize("config", MAPS.values(), ids=MAPS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", TIGHT)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Adam])
 def test_moments_follow_the_chain_rule_and_come_back(kind, dtype, config):
     model = network(dtype)
@@ -61,7 +63,7 @@ def test_moments_follow_the_chain_rule_and_come_back(kind, dtype, config):
     train(model, adamw, 5)
     weights, optimizer = copy.deepcopy(model), fresh(model, config)
     sel.from_adamw(optimizer, adamw)
-    tight = {"rtol": 1e-12 if dtype == torch.float64 else 5e-6, "atol": 0}
+    tight = {"rtol": TIGHT[dtype], "atol": 0}
     for slope in check_moments(model, optimizer, adamw, **tight).values():
         assert bool(((slope - 1.0).abs() > 0.01).any())  # the map does bend
     for state in optimizer.state.values():
@@ -91,22 +93,6 @@ def test_moments_go_back_through_the_weights_and_scales_of_now(config):
     assert [group["param_names"] for group in adamw.param_groups] == [g["param_names"] for g in optimizer.param_groups]
     train(model, adamw, 1)
     assert all(float(state["step"]) == 21 for state in adamw.state.values())
-
-
-@pytest.mark.parametrize("config", [MAPS["default"], PAPER])
-def test_a_half_precision_run_switches_there_and_back(config):
-    model = network(torch.bfloat16)
-    adamw = adamw_of(model)
-    train(model, adamw, 5)
-    before, optimizer = copy.deepcopy(model), build(model, config, lr=1e-3)
-    sel.from_adamw(optimizer, adamw)
-    assert_same_bits(model, before)
-    assert {value.dtype for value in optimizer.state[model[0].weight].values()} == {torch.float32}
-    train(model, optimizer, 3, start=5)
-    assert not torch.equal(model[0].weight, before[0].weight)
-    returned = sel.to_adamw(optimizer)
-    assert returned.state[model[0].weight]["exp_avg"].dtype == torch.bfloat16
-    train(model, returned, 1, start=8)
 
 
 def test_parameters_that_adamw_never_moved_start_afresh():

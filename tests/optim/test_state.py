@@ -109,28 +109,6 @@ def test_the_state_of_the_default_map_is_adamws(dtype):
         assert kinds(optimizer.state[parameter]) == kinds(reference.state[parameter])
 
 
-SCALES = 12 * 3 * (1024 + 512 + 512) + 2 * 4  # e, l and m of rows, columns and the bias, with moments; their counts
-
-
-@pytest.mark.parametrize(
-    ("config", "dtype", "settings", "each", "more"),
-    [
-        (sel.SELConfig(), torch.float32, {}, 8, 0),
-        (sel.SELConfig(), torch.bfloat16, {}, 12, 0),
-        (sel.SELConfig(), torch.bfloat16, {"stochastic_rounding": True}, 8, 0),
-        (sel.preset("frozen"), torch.bfloat16, {}, 12, 0),
-        (PAPER, torch.float32, {}, 12, SCALES),
-        (PAPER, torch.bfloat16, {}, 12, SCALES),
-    ],
-)
-def test_bytes_of_state_per_parameter(config, dtype, settings, each, more):
-    """Of an entry of the weight or the bias, and of all scales; a count has 4 bytes."""
-    optimizer = build(nn.Sequential(nn.Linear(1024, 512)).to(dtype), config, **settings)
-    optimizer.create_state()
-    held = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
-    assert held == each * 1025 * 512 + 2 * 4 + more
-
-
 def test_names_of_the_state_are_those_of_the_module_form():
     model, converted = network(), sel.convert(network(), sel.preset("paper+offset"))
     optimizer = build(model, sel.preset("paper+offset"))
@@ -159,6 +137,47 @@ def test_a_state_goes_to_another_precision(config):
     assert not any("master" in s for s in optimizer.state.values())
     train(model, optimizer, 1, start=3)
     assert not torch.equal(model[0].weight, half[0].weight.float())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("there", ["cpu", "cuda"])
+@pytest.mark.parametrize("config", [sel.SELConfig(), PAPER])
+def test_a_state_goes_to_another_device(there, config):
+    """Counts stay on the CPU."""
+    here = "cuda" if there == "cpu" else "cpu"
+    model = network().to(there)
+    optimizer = build(model, config)
+    train(model, optimizer, 3)
+    twin = copy.deepcopy(model).to(here)
+    other = build(twin, config)
+    other.load_state_dict(optimizer.state_dict())
+    for state in other.state.values():
+        assert {key: value.device.type for key, value in state.items()} == {
+            key: "cpu" if key in ("step", "scale_step") else here for key in state
+        }
+    train(model, optimizer, 3, start=3)
+    train(twin, other, 3, start=3)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.cpu(), q.cpu(), rtol=1e-4, atol=1e-5)
+
+
+def test_hooks_see_and_change_what_is_loaded_in_full_precision():
+    model = network(torch.bfloat16)
+    optimizer, other = build(model), build(model)
+    train(model, optimizer, 2)
+
+    def before(_, state_dict):
+        changed = copy.deepcopy(state_dict)
+        changed["state"][0]["exp_avg"].fill_(0.123456789)
+        return changed
+
+    other.register_load_state_dict_pre_hook(before)
+    other.register_load_state_dict_post_hook(lambda loaded: loaded.state[model[0].bias]["exp_avg"].fill_(0.987654321))
+    other.load_state_dict(optimizer.state_dict())
+    for parameter, value in ((model[0].weight, 0.123456789), (model[0].bias, 0.987654321)):
+        loaded = other.state[parameter]["exp_avg"]
+        assert torch.equal(loaded, torch.full_like(loaded, value, dtype=torch.float32))
 
 
 def test_counts_may_be_saved_as_numbers_and_names_be_left_out():
