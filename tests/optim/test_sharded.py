@@ -89,6 +89,7 @@ GIVEN = [("default", BF16), ("stochastic", BF16), ("default", F32)]
 DETAILS = {
     "collectives": ("collectives", ("fsdp",), {}),
     "written": ("written", ("fsdp",), {}),
+    "mixed": ("trajectory", ("mixed", "paper"), {}),
     "switched": ("switched", ("fsdp",), {}),
     "refused": ("refused", (), {}),
 }
@@ -160,6 +161,15 @@ def test_writes_into_all_processes_and_into_one_are_adopted(said):
     expected = sharded.written("whole")
     for weights in said["written"]:
         assert max(distances(weights, expected).values()) < 1e-9
+
+
+def test_mixed_precision_keeps_everything_of_the_optimizer_in_fp32(said, whole):
+    """Weights are cast to bfloat16 for the forward and backward passes alone."""
+    weights, state, losses, _ = said["mixed"][0]
+    assert {value.dtype for value in (*weights.values(), *state.values())} == {F32}
+    expected = whole["paper", F32][2]
+    assert losses[:5] == pytest.approx(expected[:5], rel=0.02)  # then the roundings of bfloat16 go their own way
+    assert losses[:5] != pytest.approx(expected[:5], rel=1e-5)
 
 
 def test_a_switch_maps_each_process_its_part(said):
