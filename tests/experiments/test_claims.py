@@ -2,9 +2,10 @@ import pytest
 
 import symexplin as sel
 from symexplin.experiments.claims import VERDICTS, Claim, PanelResult, judge
+from symexplin.lab.compare.comparison import Comparison, Run
 from table_folders import panel_folder
 
-DID_NOT, OTHER_SIGN, NO_DIFFERENCE, NOT_RESOLVED, HELD, SAME_SIGN, UNTESTED = VERDICTS
+DID_NOT, DISAGREES, NO_DIFFERENCE, NOT_RESOLVED, HELD, AGREES, UNTESTED = VERDICTS
 LOSSES = {"1x1": {"A": 2.0, "B": 1.9}, "9x9": {"A": 1.5, "B": 1.2}}  # the paper's
 
 
@@ -27,7 +28,7 @@ def unfinished(name, stands_for):
 
 
 def verdict(found, said):
-    return judge(said, [found], LOSSES)
+    return judge(said, [found], LOSSES, "mini")
 
 
 def test_a_claim_is_judged_at_own_best_rates_and_the_shared_rate_stands_beside(tmp_path):
@@ -72,12 +73,16 @@ A = [2.0, 2.1, 2.2]
         ("at_most", [0.006, 0.006, 0.006], 0.005, DID_NOT),
         ("at_most", [-0.7, -0.8, -0.9], 0.005, HELD),  # however wide the interval
         ("at_most", [0.1, -0.1, 0.01], 0.005, UNTESTED),
-        # One seed has a sign, two are too few.
-        ("below", [-0.5], None, SAME_SIGN),
-        ("below", [0.5], None, OTHER_SIGN),
-        ("above", [0.5], None, SAME_SIGN),
-        ("at_most", [-0.5], 0.1, UNTESTED),
+        # One seed is judged by itself, two are too few.
+        ("below", [-0.5], None, AGREES),
+        ("below", [0.5], None, DISAGREES),
+        ("above", [0.5], None, AGREES),
+        ("within", [-0.002], 0.003, AGREES),
+        ("within", [-0.004], 0.003, DISAGREES),
+        ("at_most", [-0.5], 0.1, AGREES),
+        ("at_most", [0.2], 0.1, DISAGREES),
         ("below", [-0.5, -0.5], None, UNTESTED),
+        ("within", [0.0, 0.0], 0.003, UNTESTED),
         # Runs that should be the same are tested in every seed, however few.
         ("same", [1e-4], 1e-3, HELD),
         ("same", [1e-4, 1e-4, 2e-3], 1e-3, DID_NOT),
@@ -115,6 +120,8 @@ def curves(gaps):
         ("final_apart", [0.0, 1.0, 1.0, 1.0, -5e-4], 5e-4),
         ("final", [0.0, 1.0, 1.0, 1.0, -5e-4], -5e-4),
         ("lowest", [0.0, 1.0, 1.0, -1.0, -5e-4], 0.25 - 5e-4),
+        ("steps", [0.0, 0.0, -0.5, -0.5, -0.5], 0.25 + 0.25 * 0.75),  # A ends at 3.75, B has 4.5 at 25 and 3.5 at 50
+        ("steps", [0.0, 1.0, 1.0, 1.0, 0.25], 1.0),
     ],
 )
 def test_measures_of_curves(tmp_path, measure, gaps, value):
@@ -122,6 +129,31 @@ def test_measures_of_curves(tmp_path, measure, gaps, value):
     (judged,) = verdict(found, claim("same", measure=measure, bound=1.0)).panels
     assert judged.best.interval.mean == pytest.approx(value, abs=1e-9)
     assert (judged.paper is None) == (measure != "final")  # its losses say nothing about whole curves
+
+
+def test_steps_to_a_loss_and_time():
+    """A falls from 5.0 by 0.02 a step, B by 0.025; a token takes B a tenth longer."""
+
+    def found(measure, fall, pace):
+        falls, paces = {"A": 0.02, "B": fall}, {"A": 1100.0, "B": pace}
+        curves = {name: tuple((step, 5.0 - step * falls[name]) for step in (0, 30, 60, 90, 120)) for name in falls}
+        runs = tuple(Run(name, 0.001, 0, curve, tokens_per_second=paces[name]) for name, curve in curves.items())
+        ended = PanelResult("p", "1x1", Comparison(runs, "A"))
+        return verdict(ended, claim("within", measure=measure, bound=30.0)).panels[0].best
+
+    assert found("steps_to_3", 0.025, 1000.0).interval.mean == pytest.approx(2.0 / 0.025 - 2.0 / 0.02)
+    assert found("slower", 0.025, 1000.0).interval.mean == pytest.approx(0.1)
+    nothing = (UNTESTED, "the runs of B and A do not have it", None)
+    assert found("steps_to_3", 0.01, None) == found("slower", 0.01, None) == nothing
+
+
+def test_what_one_scale_alone_can_test_is_no_test_elsewhere(tmp_path):
+    found = panel(tmp_path, {"A": 2.0, "B": 1.9})
+    said = claim(scale="paper")
+    assert judge(said, [found], LOSSES, "paper").verdict == HELD
+    (only,) = judge(said, [found], LOSSES, "mini").panels
+    assert only.best == only.shared == (UNTESTED, "only scale paper can test it", None)
+    assert only.paper == pytest.approx(-0.1)
 
 
 def test_scales_are_read_from_the_runs(tmp_path):
@@ -149,7 +181,9 @@ def test_what_has_no_numbers_is_no_test_but_for_a_variant_that_diverges_alone(tm
         assert verdict(ended, said).panels[0].best == (expected, reason, None)
     # What did not run has no verdict.
     assert verdict(found, claim(variant="D")).panels == verdict(unfinished("p", "1x1"), claim()).panels == []
-    assert verdict(panel(tmp_path, {"A": 2.0, "B": None}, "two", seeds=(0, 1)), claim()).verdict == UNTESTED
+    for seeds, expected in (((0,), DISAGREES), ((0, 1), UNTESTED)):
+        few = panel(tmp_path, {"A": 2.0, "B": None}, f"{len(seeds)}", seeds=seeds)
+        assert verdict(few, claim()).verdict == expected
 
 
 @pytest.mark.parametrize(
@@ -159,8 +193,8 @@ def test_what_has_no_numbers_is_no_test_but_for_a_variant_that_diverges_alone(tm
         ([0.1, 0.1, 0.1], [0.1, 0.0, 0.3], NO_DIFFERENCE),
         ([0.1, 0.1, 0.1], [0.05, 0.05, 0.05], DID_NOT),
         ([-0.2, -0.2, -0.2], [-0.1, -0.1, -0.1], DID_NOT),  # a smaller loss is no gain
-        ([0.1], [0.2], SAME_SIGN),
-        ([-0.2], [-0.1], OTHER_SIGN),
+        ([0.1], [0.2], AGREES),
+        ([-0.2], [-0.1], DISAGREES),
         ([0.1, 0.1, 0.1], [0.2], UNTESTED),  # of other seeds
     ],
 )
@@ -170,14 +204,14 @@ def test_growth_of_a_gain_is_paired_over_panels(tmp_path, first, last, expected)
         for name, paper, gains in (("small", "1x1", first), ("large", "9x9", last))
     )
     said = claim(panels=("9x9",), since="1x1")
-    found = judge(said, [small, large], LOSSES)
+    found = judge(said, [small, large], LOSSES, "mini")
     assert found.verdict == expected
     (only,) = found.panels
     assert (only.panel, only.paper) == ("small to large", pytest.approx(-0.2))
     if len(first) == len(last):
         assert only.best.interval.values == pytest.approx([a - b for a, b in zip(first, last, strict=True)])
-    assert judge(said, [small, unfinished("large", "9x9")], LOSSES).verdict == UNTESTED
-    assert judge(said, [large], LOSSES).panels == []
+    assert judge(said, [small, unfinished("large", "9x9")], LOSSES, "mini").verdict == UNTESTED
+    assert judge(said, [large], LOSSES, "mini").panels == []
 
 
 def test_the_worst_panel_counts_and_what_tests_nothing_does_not(tmp_path):
@@ -186,9 +220,9 @@ def test_the_worst_panel_counts_and_what_tests_nothing_does_not(tmp_path):
         for name, paper, end in (("s", "1x1", 1.9), ("m", "9x9", 2.1))
     )
     panels = [gain, loss, unfinished("l", "7x7")]
-    assert [each.best.verdict for each in judge(claim(), panels, LOSSES).panels] == [HELD, DID_NOT]
+    assert [each.best.verdict for each in judge(claim(), panels, LOSSES, "mini").panels] == [HELD, DID_NOT]
     for named, expected in (((), DID_NOT), (("9x9",), DID_NOT), (("1x1", "7x7"), HELD), (("5x5",), UNTESTED)):
-        assert judge(claim(panels=named), panels, LOSSES).verdict == expected
+        assert judge(claim(panels=named), panels, LOSSES, "mini").verdict == expected
 
 
 @pytest.mark.parametrize(
@@ -196,6 +230,7 @@ def test_the_worst_panel_counts_and_what_tests_nothing_does_not(tmp_path):
     [
         ({"test": "under"}, "test must be one of 'below'"),
         ({"test": "within"}, "bound must be given"),
+        ({"scale": "papr"}, "scale must be one of '', 'paper'"),
         ({"bound": 0.1}, "bound must be given"),
         ({"measure": "kurtosis"}, "measure must be one of 'final'"),
         ({"against": ""}, "against must be given with measure 'final'"),

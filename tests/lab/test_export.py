@@ -40,7 +40,7 @@ def stock(folder, **settings):
 
 @pytest.mark.parametrize(
     ("dtype", "shape", "close"),
-    [(torch.float32, {"tie_head": True}, 2e-5), (torch.bfloat16, {}, 0.1)],
+    [(torch.float32, {"tie_head": True, "fused_gate_up": True}, 2e-5), (torch.bfloat16, {}, 0.1)],
 )
 @torch.no_grad()
 def test_logits_are_equal_but_for_rounding(tmp_path, dtype, shape, close):

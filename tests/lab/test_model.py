@@ -88,6 +88,18 @@ def test_model_is_the_formula(name, norm):
     torch.testing.assert_close(model(tokens), logits, rtol=1e-11, atol=1e-11)
 
 
+def test_a_fused_projection_is_both_halves_of_geglu():
+    model, fused = moved(build()), build(dataclasses.replace(TINY, fused_gate_up=True))
+    weights = model.state_dict()
+    for block in range(TINY.depth):
+        for kind in ("weight", "bias"):
+            halves = [weights.pop(f"blocks.{block}.ffn.{name}.{kind}") for name in ("gate", "up")]
+            weights[f"blocks.{block}.ffn.gate_up.{kind}"] = torch.cat(halves)
+    fused.load_state_dict(weights)
+    tokens = tokens_of(TINY)
+    torch.testing.assert_close(fused(tokens), model(tokens), rtol=1e-13, atol=1e-13)
+
+
 def test_a_prefix_gives_the_prefix_of_the_logits():
     model = moved(build())
     tokens = tokens_of(TINY)
@@ -106,7 +118,8 @@ def test_cuda_agrees_with_the_cpu():
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"init": "xavier_normal"}, {"qk_gain": 0.25, "norm": "layer"}, {"embedding_std": 32.0}]
+    "changes",
+    [{}, {"init": "xavier_normal"}, {"qk_gain": 0.25, "norm": "layer"}, {"embedding_std": 32.0, "fused_gate_up": True}],
 )
 def test_the_start_is_drawn_from_the_generator_alone(changes):
     """The draws one after the other: the embedding, the linears in the order of the modules, the head."""
@@ -116,7 +129,8 @@ def test_the_start_is_drawn_from_the_generator_alone(changes):
     weights = Transformer(config, torch.Generator().manual_seed(5)).state_dict()
     expected = {"embedding.weight": torch.empty(256, 32).normal_(0, config.embedding_std, generator=generator)}
     shapes = [("attention.q", 32, 32), ("attention.k", 32, 32), ("attention.v", 32, 32), ("attention.o", 32, 32)]
-    shapes += [("ffn.gate", 64, 32), ("ffn.up", 64, 32), ("ffn.down", 32, 64)]
+    halves = [("ffn.gate_up", 128, 32)] if config.fused_gate_up else [("ffn.gate", 64, 32), ("ffn.up", 64, 32)]
+    shapes += [*halves, ("ffn.down", 32, 64)]
     for block in range(2):
         for name, d_out, d_in in shapes:
             deviation = math.sqrt(2 / (d_in + d_out))

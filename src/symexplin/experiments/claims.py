@@ -2,7 +2,7 @@
 
 A claim is about one number per seed, such as the final loss of a variant minus that of another. The two see the same
 data in the same order. The 99% interval of the mean decides: on which side of zero it lies, or whether it lies within a
-bound. One seed shows only a sign, and whether runs that should be the same are.
+bound. One seed is judged as the paper judges its own: by that run's sign, or by whether it keeps to the bound.
 """
 
 import math
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal, NamedTuple
 
-from symexplin.lab.compare.comparison import Comparison, Run
+from symexplin.lab.compare.comparison import Comparison, Run, speedup, steps_to
 from symexplin.lab.compare.interval import BETTER, ENOUGH_SEEDS, NO_DIFFERENCE, NOT_RESOLVED, TOO_FEW, WORSE, Interval
 from symexplin.lab.settings import Schema
 from symexplin.validation import check_choice
@@ -23,8 +23,8 @@ __all__ = [
 
 HELD, DID_NOT, UNTESTED = "held", "did not hold", "not tested at this scale"
 # What one seed shows. The paper's own results are of one seed.
-SAME_SIGN, OTHER_SIGN = "same sign as the paper, one seed", "other sign than the paper, one seed"
-VERDICTS = (DID_NOT, OTHER_SIGN, NO_DIFFERENCE, NOT_RESOLVED, HELD, SAME_SIGN, UNTESTED)  # the worst first
+AGREES, DISAGREES = "agrees with the paper, one seed", "disagrees with the paper, one seed"
+VERDICTS = (DID_NOT, DISAGREES, NO_DIFFERENCE, NOT_RESOLVED, HELD, AGREES, UNTESTED)  # the worst first
 
 _SIGNS = {"below": BETTER, "above": WORSE}
 _BOUNDS = ("within", "at_most", "same")
@@ -49,6 +49,21 @@ def _gaps(run: Run, other: Run) -> list[float]:
     return [loss - losses[step] for step, loss in run.curve if step in losses and step > 0]
 
 
+def _share_of_steps(_: Comparison, run: Run, other: Run) -> float:
+    times = speedup(other.curve, run.curve)
+    return 1.0 if times is None else 1.0 / times
+
+
+def _later_at_3(_: Comparison, run: Run, other: Run) -> float | None:
+    own, others = (steps_to(curve, 3.0) for curve in (run.curve, other.curve))
+    return None if own is None or others is None else own - others
+
+
+def _slower(_: Comparison, run: Run, other: Run) -> float | None:
+    own, others = run.tokens_per_second, other.tokens_per_second
+    return others / own - 1.0 if own and others else None
+
+
 def _change_of(role: str) -> Measure:
     def change(comparison: Comparison, run: Run, _: Run) -> float | None:
         means = comparison.scale_means(run, role)
@@ -71,6 +86,9 @@ MEASURES = {
     "mean_apart": Measure(lambda _, a, b: fmean(map(abs, _gaps(a, b))), f"mean {_APART}"),
     "most_apart": Measure(lambda _, a, b: max(map(abs, _gaps(a, b))), f"largest {_APART}"),
     "final_apart": Measure(lambda _, a, b: abs(_end(a) - _end(b)), f"last {_APART}"),
+    "steps": Measure(_share_of_steps, "share of its steps after which {variant} has the final loss of {against}, or 1"),
+    "steps_to_3": Measure(_later_at_3, "steps of {variant} to a loss of 3 minus those of {against}"),
+    "slower": Measure(_slower, "time that a token takes {variant}, over that of {against}, minus 1"),
     "e_change": _change_of("e"),
     "l_change": _change_of("l"),
     "m_change": _change_of("m"),
@@ -104,6 +122,7 @@ class Claim(Schema):
         bound: the paper's if its text has one, else our reading of its words, and then `text` says so.
         panels: the paper's panels that it is about, all if none are named.
         since: a panel of the paper, for a gain that grows: the number is its change from there.
+        scale: the only scale at which it can be tested, if there is one.
         paper: the paper's own number, where its printed losses do not give it.
     """
 
@@ -116,6 +135,7 @@ class Claim(Schema):
     bound: float | None = None
     panels: tuple[str, ...] = ()
     since: str = ""
+    scale: Literal["", "paper"] = ""
     paper: float | None = None
 
     @property
@@ -186,21 +206,27 @@ def reported_gap(losses: Losses, panel: str, variant: str, against: str) -> floa
     return None if own is None or other is None else own - other
 
 
-def judge(claim: Claim, panels: Sequence[PanelResult], losses: Losses) -> ClaimVerdict:
-    """Return the verdict on a claim in the panels of a table that ran with its variants; `losses` are the paper's."""
+def judge(claim: Claim, panels: Sequence[PanelResult], losses: Losses, scale: str) -> ClaimVerdict:
+    """Return the verdict on a claim in the panels of a table that ran with its variants.
+
+    `losses` are the paper's, `scale` is the table's.
+    """
     ran = [panel for panel in panels if panel.comparison and {*claim.variants} <= {*panel.comparison.variants}]
     about = [[panel] for panel in ran if not claim.panels or panel.stands_for in claim.panels]
     if claim.since:
         about = [[first, panel] for first in ran if first.stands_for == claim.since for [panel] in about]
-    return ClaimVerdict(claim, [_verdict(claim, group, losses) for group in about])
+    return ClaimVerdict(claim, [_verdict(claim, group, losses, scale) for group in about])
 
 
-def _verdict(claim: Claim, panels: Sequence[PanelResult], losses: Losses) -> Verdict:
+def _verdict(claim: Claim, panels: Sequence[PanelResult], losses: Losses, scale: str) -> Verdict:
     """Return the verdict in a panel, or on the change from the first of two panels to the last."""
     comparisons = [panel.comparison for panel in panels if panel.comparison]
     names = [panel.name for panel in panels]
-    shared = _judge(claim, comparisons, "shared", names)
-    best = shared if claim.test == "same" else _judge(claim, comparisons, "best", names)
+    if claim.scale in ("", scale):
+        shared = _judge(claim, comparisons, "shared", names)
+        best = shared if claim.test == "same" else _judge(claim, comparisons, "best", names)
+    else:
+        shared = best = Judgement(UNTESTED, f"only scale {claim.scale} can test it")
     return Verdict(" to ".join(names), best, shared, _of_paper(claim, panels, losses))
 
 
@@ -225,8 +251,8 @@ def _judge(claim: Claim, comparisons: Sequence[Comparison], which: str, names: S
         return Judgement(UNTESTED, "the seeds differ")
     interval = Interval([last[seed] - before[seed] for seed in last])
     verdict, reason = _test(claim, interval)
-    if first and verdict in (HELD, SAME_SIGN) and fmean(last.values()) >= 0:  # a smaller loss is no gain
-        verdict, reason = DID_NOT if verdict == HELD else OTHER_SIGN, f"there is no gain at {names[-1]}; "
+    if first and verdict in (HELD, AGREES) and fmean(last.values()) >= 0:  # a smaller loss is no gain
+        verdict, reason = DID_NOT if verdict == HELD else DISAGREES, f"there is no gain at {names[-1]}; "
     words = MEASURES[claim.measure].words.format(variant=claim.variant, against=claim.against)
     return Judgement(verdict, f"{reason}{'change of the ' if first else ''}{words}: {interval}", interval)
 
@@ -239,15 +265,14 @@ def _numbers(claim: Claim, comparison: Comparison, which: str) -> dict[int, floa
     if lost := [variant for variant, finite in zip(claim.variants, runs, strict=True) if len(finite) < len(seeds)]:
         # A claim fails if its own variant alone diverges; it proves nothing if the other one does.
         alone = claim.against and lost == [claim.variant] and claim.test != "above"
-        failed = alone and (len(seeds) >= ENOUGH_SEEDS or claim.test == "same")
-        raise _NoNumbersError(
-            DID_NOT if failed else UNTESTED, f"{' and '.join(lost)} did not stay finite in every seed"
-        )
+        enough = len(seeds) >= ENOUGH_SEEDS or claim.test == "same"
+        failed = DID_NOT if enough else DISAGREES if len(seeds) == 1 else UNTESTED
+        raise _NoNumbersError(failed if alone else UNTESTED, f"{' and '.join(lost)} did not stay finite in every seed")
     measure = MEASURES[claim.measure].of
     values = {seed: measure(comparison, runs[0][seed], runs[-1][seed]) for seed in seeds}
     known = {seed: value for seed, value in values.items() if value is not None}
     if len(known) < len(values):
-        raise _NoNumbersError(UNTESTED, f"the runs of {claim.variant} do not have it")
+        raise _NoNumbersError(UNTESTED, f"the runs of {' and '.join(claim.variants)} do not have it")
     return known
 
 
@@ -256,9 +281,10 @@ def _test(claim: Claim, interval: Interval) -> tuple[str, str]:
     bound = math.inf if claim.bound is None else claim.bound
     if claim.test == "same":
         return HELD if max(interval.values) <= bound else DID_NOT, ""
-    if claim.test in _SIGNS and len(interval.values) == 1:
-        side = -interval.mean if claim.test == "below" else interval.mean
-        return SAME_SIGN if side > 0 else OTHER_SIGN, ""
+    if len(interval.values) == 1:
+        one = interval.mean
+        holds = {"below": one < 0, "above": one > 0, "within": abs(one) <= bound, "at_most": one <= bound}
+        return AGREES if holds[claim.test] else DISAGREES, ""
     if interval.verdict == TOO_FEW:
         return UNTESTED, f"{TOO_FEW}; "
     if claim.test in _SIGNS and interval.verdict in (NO_DIFFERENCE, NOT_RESOLVED):

@@ -31,7 +31,7 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
     with reading(out):
         outcome = read_table(out)
         losses = outcome.reported.get("loss", {})
-        judged = [judge(claim, outcome.panels, losses) for claim in outcome.claims]
+        judged = [judge(claim, outcome.panels, losses, outcome.scale) for claim in outcome.claims]
         claims = [claim for claim in judged if claim.panels]
         headline = _headline(outcome, claims)
         panels = [

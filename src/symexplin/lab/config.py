@@ -52,6 +52,8 @@ class ModelConfig(Schema):
         norm: normalization of the residual stream: "rms", or "layer", which subtracts the mean (nn.LayerNorm without a
             bias). Queries and keys always have RMSNorm.
         embedding_std: standard deviation of the initial embeddings. The head has 0.02, unless it is tied.
+        fused_gate_up: one projection, `gate_up`, for the two halves of GeGLU, instead of `gate` and `up`. It starts
+            smaller, as Xavier's bound is that of its own shape.
 
     >>> ModelConfig(width=128).hidden
     320
@@ -68,6 +70,7 @@ class ModelConfig(Schema):
     qk_gain: Positive = 1.0
     norm: Literal["rms", "layer"] = "rms"
     embedding_std: Positive = 0.02
+    fused_gate_up: bool = False
 
     def __post_init__(self) -> None:
         """Check every field."""

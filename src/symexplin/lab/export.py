@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from symexplin.config import SELConfig
 from symexplin.lab.data.tokenizer import Tokenizer
@@ -74,8 +75,7 @@ def export_transformers(
         raise ValueError(f"tokenizer must have at most the model's {size} tokens, got {tokenizer.vocab_size}")
     stock: Any = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_settings(model), eos_token_id=end))
     weights = {
-        ".".join(_NAMES.get(part, part) for part in name.split(".")): value
-        for name, value in model.state_dict().items()
+        ".".join(_NAMES.get(part, part) for part in name.split(".")): value for name, value in _separate(model).items()
     }
     stock.to(model.embedding.weight.dtype).load_state_dict(weights)
     if model.config.tie_head:
@@ -119,6 +119,15 @@ def _settings(model: Transformer) -> dict[str, Any]:
         "attention_bias": False,
         "bos_token_id": None,
     }
+
+
+def _separate(model: Transformer) -> dict[str, Tensor]:
+    """Return the weights of a model, those of `gate_up` as `gate` and `up`."""
+    weights: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        halves = [name.replace("gate_up", half) for half in ("gate", "up")] if "gate_up" in name else [name]
+        weights |= zip(halves, value.chunk(len(halves)), strict=True)
+    return weights
 
 
 @torch.no_grad()

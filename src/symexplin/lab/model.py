@@ -91,12 +91,17 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate, self.up = (nn.Linear(config.width, config.hidden, bias=config.bias) for _ in range(2))
+        self.fused = config.fused_gate_up
+        if self.fused:
+            self.gate_up = nn.Linear(config.width, 2 * config.hidden, bias=config.bias)
+        else:
+            self.gate, self.up = (nn.Linear(config.width, config.hidden, bias=config.bias) for _ in range(2))
         self.down = nn.Linear(config.hidden, config.width, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., width) to the same shape."""
-        mixed: Tensor = self.down(functional.gelu(self.gate(x)) * self.up(x))
+        gate, up = self.gate_up(x).chunk(2, dim=-1) if self.fused else (self.gate(x), self.up(x))
+        mixed: Tensor = self.down(functional.gelu(gate) * up)
         return mixed
 
 

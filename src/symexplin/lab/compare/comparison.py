@@ -15,7 +15,7 @@ from symexplin.lab.compare.interval import ENOUGH_SEEDS, Interval
 from symexplin.lab.files import format_columns, read_json, read_json_lines, write_json
 from symexplin.lab.folders import METRICS
 
-__all__ = ["ONE_LR", "Comparison", "Row", "Run", "speedup"]
+__all__ = ["ONE_LR", "Comparison", "Row", "Run", "speedup", "steps_to"]
 
 # Evaluations of a run as (step, loss), in order.
 Curve = Sequence[tuple[int, float]]
@@ -356,19 +356,30 @@ class Comparison:
 def speedup(baseline: Curve, variant: Curve) -> float | None:
     """Return the baseline's steps divided by the step at which `variant` first reaches the baseline's final loss.
 
-    The variant's loss is interpolated linearly between evaluations. None: not reached, before the first step, or the
-    baseline has no steps.
+    None: not reached, before the first step, or the baseline has no steps.
 
     >>> speedup([(0, 5.0), (100, 2.0)], [(0, 5.0), (50, 3.0), (100, 1.0)])
     1.3333333333333333
     """
     steps, target = baseline[-1]
-    before_step, before = variant[0]
-    if before <= target or steps <= 0:
+    reached = steps_to(variant, target)
+    return None if reached is None or steps <= 0 else steps / reached
+
+
+def steps_to(curve: Curve, target: float) -> float | None:
+    """Return the step at which a loss first reaches `target`, interpolated linearly between evaluations.
+
+    None: not reached, or before the first step.
+
+    >>> steps_to([(0, 5.0), (50, 3.0), (100, 1.0)], 2.5)
+    62.5
+    """
+    before_step, before = curve[0]
+    if before <= target:
         return None
-    for step, loss in variant[1:]:
+    for step, loss in curve[1:]:
         if loss <= target:
-            return steps / (before_step + (step - before_step) * (before - target) / (before - loss))
+            return before_step + (step - before_step) * (before - target) / (before - loss)
         before_step, before = step, loss
     return None
 
