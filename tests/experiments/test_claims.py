@@ -79,7 +79,7 @@ A = [2.0, 2.1, 2.2]
         ("above", [0.5], None, AGREES),
         ("within", [-0.002], 0.003, AGREES),
         ("within", [-0.004], 0.003, DISAGREES),
-        ("at_most", [-0.5], 0.1, AGREES),
+        ("at_most", [0.05], 0.1, AGREES),
         ("at_most", [0.2], 0.1, DISAGREES),
         ("below", [-0.5, -0.5], None, UNTESTED),
         ("within", [0.0, 0.0], 0.003, UNTESTED),
