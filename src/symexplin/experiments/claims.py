@@ -86,7 +86,9 @@ MEASURES = {
     "mean_apart": Measure(lambda _, a, b: fmean(map(abs, _gaps(a, b))), f"mean {_APART}"),
     "most_apart": Measure(lambda _, a, b: max(map(abs, _gaps(a, b))), f"largest {_APART}"),
     "final_apart": Measure(lambda _, a, b: abs(_end(a) - _end(b)), f"last {_APART}"),
-    "steps": Measure(_share_of_steps, "share of its steps after which {variant} has the final loss of {against}, or 1"),
+    "steps": Measure(
+        _share_of_steps, "share of the steps that {variant} takes to the final loss of {against} (1: all or never)"
+    ),
     "steps_to_3": Measure(_later_at_3, "steps of {variant} to a loss of 3 minus those of {against}"),
     "slower": Measure(_slower, "time that a token takes {variant}, over that of {against}, minus 1"),
     "e_change": _change_of("e"),
