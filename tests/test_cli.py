@@ -229,7 +229,7 @@ def test_defaults_give_way_to_the_saved_settings_then_the_file_then_flags_then_s
     words = ("--steps", "9", "--lr", "0.1", "--lr", "0.2", "--map", "beta=4", "--set", "train.steps=3", "map.beta=5")
     text = run(capsys, "train", file, "--out", folder, *words)
     assert "steps = 3, batch_size = 4, accumulation = 1, lr = 0.2," in text
-    assert "map: paper's method, changed: mismatch, beta 5, e learned (row_col_mult, k 10 to 2), " in text
+    assert "map: the paper's method, changed: mismatch, beta 5, e learned (row_col_mult, k 10 to 2), " in text
     resumed = ("train", "--out", folder, "--resume")
     message = refused(capsys, *resumed, "--set", "lr=0.5", "map.beta=6")
     assert "train.lr was 0.2, is 0.5 now" in message
