@@ -43,7 +43,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--text", type=Path, default=Path(__file__), help="a text file; default: this script")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--optimizer", choices=["adamw", "sel", "paper"], default="sel")
+    parser.add_argument("--optimizer", choices=["adamw", "sel", "paper", "paper-init"], default="sel")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     gpu = torch.cuda.is_available()
@@ -54,15 +54,15 @@ def arguments() -> argparse.Namespace:
 
 
 def build_optimizer(model: torch.nn.Module, options: argparse.Namespace) -> torch.optim.Optimizer:
-    """Return AdamW, or SELAdamW with the default map or the paper's, which also initializes the weights."""
+    """Return AdamW, or SELAdamW with the default map or the paper's, with or without the paper's initialization."""
     if options.optimizer == "adamw":
         matrices = [p for p in model.parameters() if p.ndim > 1]
         vectors = {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}
         return torch.optim.AdamW([{"params": matrices}, vectors], options.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    config = sel.preset("paper" if options.optimizer == "paper" else "default")
-    if options.optimizer == "paper":
+    config = sel.preset("default" if options.optimizer == "sel" else "paper")
+    if options.optimizer == "paper-init":
         sel.init_(model, config)
-    decay = {"weight_decay": 0.1, "no_decay": ["*bias", "*ln_*"]}
+    decay = {"weight_decay": 0.1, "no_decay": "vectors"}
     run = {"max_grad_norm": 1.0, "total_steps": options.steps}  # the step clips raw gradients
     return sel.SELAdamW(model, options.lr, betas=(0.9, 0.95), config=config, **decay, **run)
 

@@ -146,8 +146,8 @@ def routing(
         config: the map. Its `include` and `exclude` patterns of qualified names override these rules.
         lr, weight_decay: a number, or {name pattern: number}: the first pattern that matches a name counts, and every
             name needs one ("*": all others). None: the optimizer's.
-        no_decay: name patterns of parameters without weight decay, or "usual" for those that most recipes leave out:
-            biases, norms and embeddings.
+        no_decay: name patterns of parameters without weight decay; "vectors" for biases and norms, as nanoGPT; or
+            "usual" for embeddings, too.
         whole: the model that contains `model`. It determines the parameters' names, the width and the decisions.
 
     Raises:
@@ -179,8 +179,8 @@ def routing(
     check_patterns("exclude", config.exclude, known)
     if not isinstance(no_decay, str):
         no_decay = check_patterns("no_decay", no_decay or (), own)
-    elif no_decay != "usual":
-        raise ValueError(f"no_decay must be a sequence of patterns, or 'usual', got the string {no_decay!r}")
+    elif no_decay not in ("usual", "vectors"):
+        raise ValueError(f"no_decay must be a sequence of patterns, 'usual' or 'vectors', got the string {no_decay!r}")
     rates, decays = _rates("lr", lr, own), _rates("weight_decay", weight_decay, own)
     candidates = _candidates(whole)
     routes = []
@@ -221,7 +221,7 @@ def _undecayed(name: str, parameter: Tensor, candidate: _Candidate, no_decay: Se
         return first_match([name], no_decay) is not None
     if candidate.reason == _INSIDE:
         return bool(candidate.axes)  # a bias or one of its scales
-    return parameter.dim() < 2 or candidate.axes == "eo" or "embedding" in candidate.reason
+    return parameter.dim() < 2 or candidate.axes == "eo" or (no_decay == "usual" and "embedding" in candidate.reason)
 
 
 def _decide(aliases: list[str], parameter: Tensor, candidate: _Candidate, config: SELConfig) -> tuple[str, str]:

@@ -77,6 +77,10 @@ def test_rates_and_decays_by_pattern(home):
     wanted = {raw + "weight": (1e-3, 0.2), raw + "bias": (1e-3, 0.0), "0.weight": (2e-3, 0.0), "2.weight": (2e-3, 0.0)}
     wanted |= {"2.bias": (3e-3, 0.0), "3.weight": (2e-3, 0.1), "3.bias": (3e-3, 0.0)}
     assert {name: found[name] for name in wanted} == wanted
+    vectors = sel.param_groups(model, config=config, **settings, no_decay="vectors")
+    decays = {name: group["weight_decay"] for group in vectors for name in names(group)}
+    wanted = {raw + "weight": 0.2, raw + "bias": 0.0, "0.weight": 0.2, "2.weight": 0.0}  # 0 is an embedding, 2 a norm
+    assert {name: decays[name] for name in wanted} == wanted
     rates = [g["lr"] * (g["k"] if home == "module" else g["k_e"])[0] for g in groups if g["role"] in ("curved", "e")]
     assert rates == pytest.approx([50 * 3e-4] * len(rates))
     if home == "module":

@@ -43,7 +43,8 @@ class SELAdamW(RawSpaceOptimizer):
         weight_decay: as lr.
         betas, eps: as in `torch.optim.AdamW`.
         config: the map of a model, by default `SELConfig()`.
-        no_decay: name patterns of a model's parameters without weight decay.
+        no_decay: name patterns of a model's parameters without weight decay, "vectors" or "usual", as in
+            :func:`symexplin.param_groups`.
         total_steps: T of the annealing, the number of optimizer steps of the run; needed if a multiplier changes.
             "later": :meth:`set_total_steps` must be called before the second step.
         stochastic_rounding: round bfloat16 parameters stochastically instead of keeping a float32 master copy, which
