@@ -121,15 +121,15 @@ def test_raw_and_effective_weights_at_both_ends_and_the_map_between(runs):
     pair = [runs["plain"], runs["curved"]]
     left, right = labelled(draw("raw_effective", pair)).axes
     names = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in (left, right)]
-    start = ["AdamW", "paper's method, effective"]
-    assert names == [start, [*start, "paper's method, raw"]]
+    start = ["AdamW", "the paper's method, effective"]
+    assert names == [start, [*start, "the paper's method, raw"]]
     found = probe(runs["curved"])
     trained = probe(runs["plain"]).pooled("effective")
     baseline, effective, raw = (right.patches[i].get_data() for i in (0, 2, 3))
     for drawn, values in ((baseline, trained), (effective, found.pooled("effective")), (raw, found.pooled("raw"))):
         assert list(drawn.values) == list(np.histogram(values, drawn.edges, density=True)[0])
     order = np.argsort(found.pooled("raw"))
-    drawn = lines(labelled(draw("idea", pair)).axes[0])["paper's method"].get_data()
+    drawn = lines(labelled(draw("idea", pair)).axes[0])["the paper's method"].get_data()
     assert [list(values) for values in drawn] == [list(found.pooled(name)[order]) for name in ("raw", "effective")]
 
 

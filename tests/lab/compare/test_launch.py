@@ -51,9 +51,9 @@ def test_runs_end_side_by_side_and_a_failing_one_gives_its_last_lines(tmp_path):
     log = tmp_path / "processes"
     assert run(work, tmp_path, 2, lines.append) == {
         "a": None,
-        "b": f"two / three / four (see {log / 'b.log'})",
+        "b": f"its command failed with status 1: two / three / four (see {log / 'b.log'})",
         "c": f"ended without result.json: no output (see {log / 'c.log'})",
-        "d": f"lr must be small (see {log / 'd.log'})",
+        "d": f"its command failed with status 1: lr must be small (see {log / 'd.log'})",
     }
     assert lines == ["a: step 1"]
     assert 0 < json.loads((log / "a.json").read_text())["seconds"] < 60

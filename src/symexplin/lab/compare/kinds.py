@@ -265,7 +265,7 @@ class Command:
         command = self._config.command
         if (folder / CONFIG).exists():
             saved = saved_config(CommandConfig, folder / CONFIG).command
-            if saved != command:
+            if saved != command and any(folder.glob(f"{RUNS}/*/{RESULT}")):
                 raise ValueError(
                     f"command must be {saved!r}, as in {str(folder)!r}, got {command!r}: choose a new --out"
                 )

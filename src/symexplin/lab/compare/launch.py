@@ -208,7 +208,8 @@ class _Process:
         if status < 0:
             name = signal.Signals(-status).name
             return f"{name} killed its process, perhaps for lack of memory: --resume continues, try fewer --jobs"
-        return f"{'' if status else f'ended without {RESULT}: '}{_last_lines(self._log_path)}"
+        ended = f"its command failed with status {status}" if status else f"ended without {RESULT}"
+        return f"{ended}: {_last_lines(self._log_path)}"
 
 
 def _last_lines(log: Path) -> str:

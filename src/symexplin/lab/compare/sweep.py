@@ -137,30 +137,29 @@ class Sweep:
     def ended(self, task: Task, reason: str | None, note: str = "") -> list[Task]:
         """Take the result of a run, or why it failed; return further runs to execute."""
         cell, label = self._left.pop(task.folder)
-        well = bool(self._runs)
         if reason is None:
             self._read(cell, label, note)
         else:
-            self._fail(label, reason)
-        if self.failures and not (well or self._runs):
+            self.failures.append(f"{label}: {reason}")
+        if self.failures and not self._runs:
             raise ChildProcessError(
-                f"{self.failures[-1]}; the first run that ends must write {str(task.result)!r}, such as {_EXAMPLE}: "
-                "all runs are stopped, --resume continues"
+                f"{self.failures[-1]}; a run must write {str(task.result)!r}, such as {_EXAMPLE}; all runs are stopped: "
+                "--resume starts them again"
             )
+        if reason is not None:
+            self._echo(f"failed: {self.failures[-1]}")
         return [] if self._left else self._next()
 
     def _read(self, cell: Cell, label: str, note: str) -> None:
         try:
             run = self._runs[cell] = read_run(self.folder / RUNS / cell.name, cell)
         except ValueError as error:
-            self._fail(label, str(error))
+            self.failures.append(f"{label}: {error}")
+            if self._runs:
+                self._echo(f"failed: {self.failures[-1]}")
             return
         took = "" if run.seconds is None else f", {run.seconds:.0f} s"
         self._echo(f"{label}: {run.error or f'loss {run.loss:.4f}{took}'}{note}")
-
-    def _fail(self, label: str, reason: str) -> None:
-        self.failures.append(f"{label}: {reason}")
-        self._echo(f"failed: {self.failures[-1]}")
 
     def _next(self) -> list[Task]:
         """Begin the second stage, or write the result, unless a run has failed."""
