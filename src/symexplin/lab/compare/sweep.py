@@ -143,7 +143,7 @@ class Sweep:
             self.failures.append(f"{label}: {reason}")
         if self.failures and not self._runs:
             raise ChildProcessError(
-                f"{self.failures[-1]}; a run must write {str(task.result)!r}, such as {_EXAMPLE}; all runs are stopped: "
+                f"{self.failures[-1]}; a run must write {str(task.result)!r}, such as {_EXAMPLE}; all are stopped, "
                 "--resume starts them again"
             )
         if reason is not None:
