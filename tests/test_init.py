@@ -73,3 +73,11 @@ def test_an_optimizer_does_not_say_how_the_weights_started():
     model = layers_of(8)
     assert "start" not in repr(sel.SELAdamW(sel.init_(model, PAPER), config=PAPER, total_steps=9))
     assert "start" not in str(sel.routing(model, PAPER))
+
+
+def test_a_model_with_frozen_parameters_is_no_new_one():
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))  # as beside LoRA's factors
+    before = model[1].weight.clone()
+    with pytest.raises(ValueError, match=r"0\.weight is frozen"):
+        sel.init_(model, sel.preset("paper"))
+    assert torch.equal(model[1].weight, before)

@@ -45,8 +45,8 @@ def init_(
         generator: random generator of the initialization. None: torch's global one.
 
     Raises:
-        ValueError: nothing to curve, or weights that are on the device "meta", not finite or out of the map's reach.
-            The message names the parameter.
+        ValueError: nothing to curve; a frozen parameter, as beside LoRA's factors; weights that are on the device
+            "meta", not finite or out of the map's reach. The message names the parameter.
 
     >>> config = SELConfig(beta=7.5, mode="mismatch")
     >>> layer = init_(nn.Linear(8, 8), config, generator=torch.Generator().manual_seed(0))
@@ -57,6 +57,9 @@ def init_(
     table = routing(model, config)
     if not table.curved:
         raise ValueError(f"model has nothing to curve (initialize a model before `convert`):\n{table}")
+    frozen = next((name for name, parameter in model.named_parameters() if not parameter.requires_grad), None)
+    if frozen is not None:
+        raise ValueError(f"model must be new, to train from scratch, but its parameter {frozen} is frozen")
     check_values(table)
     for route in table.curved:
         if xavier and route.is_weight:

@@ -206,7 +206,7 @@ class RunConfig(Schema):
     """One training run.
 
     Args:
-        data: folder that `symexplin prepare` made.
+        data: a folder made by `symexplin prepare`.
     """
 
     data: str

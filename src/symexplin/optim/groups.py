@@ -86,7 +86,15 @@ def param_groups(
         return [{key: group[key] for key in keys if key in group} for group in finished]
     if converted:
         return finished
-    return sorted(finished, key=lambda group: (not is_curved(group), group.get("weight_decay") == 0.0))
+    # A trainer that logs one rate logs the first group's, which has the most numbers.
+    return sorted(
+        finished,
+        key=lambda group: (not is_curved(group), group.get("weight_decay") == 0.0, -_numbers(group)),
+    )
+
+
+def _numbers(group: Group) -> int:
+    return sum(parameter.numel() for _, parameter in group["params"])
 
 
 class _Role(NamedTuple):

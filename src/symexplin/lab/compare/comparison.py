@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from symexplin.config import SELConfig
 from symexplin.lab.compare.grid import COMPARISON, RUNS, Cell
-from symexplin.lab.compare.interval import ENOUGH_SEEDS, Interval
+from symexplin.lab.compare.interval import BETTER, ENOUGH_SEEDS, Interval
 from symexplin.lab.files import format_columns, read_json, read_json_lines, write_json
 from symexplin.lab.folders import METRICS
 
@@ -231,6 +231,14 @@ class Comparison:
         """Return the "shared" or the "best" rows."""
         return self.shared if which == "shared" else self.best
 
+    @property
+    def tables(self) -> list[tuple[str, tuple[Row, ...]]]:
+        """The titles and rows of the tables to show: one if all variants have the same best learning rate."""
+        if self.shared == self.best:
+            return [(f"At the best learning rate of all, {self.shared_lr:g}", self.best)]
+        shared = f"At the shared learning rate, {self.shared_lr:g}"
+        return [(shared, self.shared), ("Each at its own best learning rate", self.best)]
+
     def leader(self, variants: Collection[str]) -> Row | None:
         """Return the row with the lowest loss among `variants`, each at its own best learning rate."""
         finite = [row for row in self.best if row.variant in variants and row.loss is not None]
@@ -274,15 +282,18 @@ class Comparison:
             first = f"Of {len(others)} variants, {self.label(leader.variant)} ends lowest: a{first[1:]}"
         if len(self.seeds) < ENOUGH_SEEDS:
             count = "One seed is" if len(self.seeds) == 1 else "Two seeds are"
-            return [first, f"{count} no evidence: the difference may be run-to-run noise; three give an interval."]
+            return [
+                first,
+                f"{count} not enough evidence: the difference may be run-to-run noise. Three give an interval.",
+            ]
         if len(self.lrs) == 1:
             return [first, ONE_LR]
         return [first] if leader.lr == base.lr else [first, self._at_shared_lr(leader.variant)]
 
     @cached_property
     def notes(self) -> list[str]:
-        """All that there is to say of each variant, and what limits it."""
-        sentences = []
+        """What the verdict does not say of each variant, and what limits it."""
+        sentences: list[str] = []
         for row in self.best[1:]:
             if row.lr != self.shared_lr:
                 sentences.append(self._at_shared_lr(row.variant))
@@ -293,6 +304,10 @@ class Comparison:
                 sentences.append(
                     f"The best learning rate of {name} is the {side} tried: a wider sweep may find a better one."
                 )
+            if row.spread == 0.0:
+                sentences.append(
+                    f"All seeds of {self.label(row.variant)} have the same loss: do its runs use the seed?"
+                )
         if len(self.lrs) == 1:
             sentences.append(ONE_LR)
         if self.confirm_seeds:
@@ -301,7 +316,7 @@ class Comparison:
                 f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}" for seeds in (chosen, self.confirm_seeds)
             )
             sentences.append(f"The learning rates were chosen by {first} alone; {then} ran at those rates only.")
-        return sentences
+        return [one for one in sentences if not any(told.endswith(one[1:]) for told in self.verdict)]
 
     def _all_diverged(self, names: str) -> str:
         return f"No learning rate tried kept {names} finite in every seed."
@@ -330,26 +345,22 @@ class Comparison:
         if count >= ENOUGH_SEEDS and row.interval is not None:
             interval = row.interval
             ending += f" ({interval.words}; 99% interval {interval.low:+.4f} to {interval.high:+.4f})"
-        if row.speedup is not None:
-            return f"{ending}, and reaches that loss in {100 / row.speedup:.0f}% of the steps"
-        if row.reached:
-            return f"{ending}, and reaches that loss in {row.reached} of {count} seeds"
-        return f"{ending}, and never reaches that loss"
+            if interval.verdict == BETTER and row.speedup is not None:
+                ending += f", and reaches that loss in {100 / row.speedup:.0f}% of the steps"
+        return ending
 
     def table(self) -> str:
         """Return the rows in plain text; losses over several seeds are mean ± standard deviation."""
         lines = []
-        for title, rows in (
-            (f"at the shared learning rate, {self.shared_lr:g}", self.shared),
-            ("each at its own best learning rate", self.best),
-        ):
-            cells = [("variant", "lr", "loss", "difference", "speedup")]
+        spread = " ± standard deviation" if len(self.seeds) > 1 else ""
+        for title, rows in self.tables:
+            cells = [("variant", "lr", f"loss{spread}", "difference", "speedup")]
             for row in rows:
                 lr = "-" if row.lr is None else f"{row.lr:g}"
                 delta = "-" if row.delta is None or row is rows[0] else f"{row.delta:+.4f}"
                 speed = "-" if row is rows[0] else _speedup(row)
                 cells.append((self.label(row.variant), lr, _loss(row), delta, speed))
-            lines += [title, textwrap.indent(format_columns(cells), "  ")]
+            lines += [title.lower(), textwrap.indent(format_columns(cells), "  ")]
         return "\n".join(lines)
 
 

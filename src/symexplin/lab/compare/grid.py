@@ -160,7 +160,7 @@ class CompareConfig(RunConfig):
     """A comparison: runs that differ only in variant, learning rate and seed.
 
     Args:
-        data: folder that `symexplin prepare` made.
+        data: a folder made by `symexplin prepare`; or give --command, for runs of your own program.
         variant: variants of your own, a [variant.NAME] table each, with keys of [sel]. [variant.NAME.train] may change
             optimizer, lr_factors, weight_decay, decay_plain, betas, max_grad_norm, warmup_steps, floor, weights;
             [variant.NAME.model] init, qk_gain.
