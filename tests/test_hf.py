@@ -1,6 +1,7 @@
 """Hugging Face's Trainer: the same steps as a plain loop, its clipping moved, resumed to the same bits."""
 
 import contextlib
+import fnmatch
 import functools
 import json
 import logging
@@ -152,16 +153,100 @@ def test_betas_and_eps_are_the_optimizers_own_unless_given(tmp_path):
     assert made({"adam_epsilon": 1e-6}) == ((0.9, 0.99), 1e-6)
 
 
+class Strict(SELSGD):
+    """An optimizer that takes no further arguments, as examples/sel_muon.py."""
+
+    def __init__(self, params, momentum=0.9, total_steps=None, max_grad_norm=None):
+        super().__init__(params, momentum=momentum, total_steps=total_steps, max_grad_norm=max_grad_norm)
+
+
+class Passing(sel.SELAdamW):
+    """An optimizer that hands further arguments on."""
+
+    def __init__(self, params, mine=1.0, **others):
+        super().__init__(params, **others)
+        self.mine = mine
+
+
+RAW_SPACE = r"optimizer must be a subclass of symexplin\.RawSpaceOptimizer, such as SELAdamW, got "
+REFUSED = [  # arguments of setup, and what its error says
+    ({"max_grad_norm": 1.0}, r"max_grad_norm must be left to args: TrainingArguments\(max_grad_norm=\.\.\.\)"),
+    ({"total_steps": 100}, "total_steps must be left out: the Trainer knows its steps"),
+    ({"optimizer": functools.partial(sel.SELAdamW, max_grad_norm=1.0)}, "max_grad_norm must be left to args"),
+    ({"optimizer": functools.partial(sel.SELAdamW, lr=1.0)}, r"lr must be an argument of setup.*setup\(args, lr="),
+    ({"weigth_decay": 0.1}, "SELAdamW has no argument 'weigth_decay'; did you mean 'weight_decay'"),
+    ({"beta": 7.5}, r"SELAdamW .* config=symexplin\.SELConfig\(beta=7\.5\)"),
+    ({"fused": True}, "fused must be left out"),
+    ({"optimizer": functools.partial(sel.SELAdamW, bettas=(0.9, 0.99))}, "SELAdamW .*'bettas'; did you mean 'betas'"),
+    ({"optimizer": Passing, "wieght_decay": 0.1}, "Passing .*'wieght_decay'; did you mean 'weight_decay'"),
+    ({"optimizer": Strict, "momentun": 0.9}, "Strict .*'momentun'; did you mean 'momentum'"),
+    ({"optimizer": Strict, "nesterov": True}, "Strict has no argument 'nesterov'"),
+    ({"optimizer": torch.optim.Adagrad}, RAW_SPACE + "Adagrad$"),
+    ({"optimizer": functools.partial(torch.optim.Adagrad, eps=1e-8)}, RAW_SPACE + "Adagrad$"),
+    ({"optimizer": sel.SELAdamW(torch.nn.Linear(2, 2))}, RAW_SPACE + "an instance of SELAdamW: pass the class"),
+    ({"optimizer": "muon"}, RAW_SPACE + "'muon'"),
+    ({"callbacks": transformers.EarlyStoppingCallback(3)}, "callbacks must be a list, got EarlyStoppingCallback"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_setup_refuses_what_could_not_train(given, message, tmp_path):
+    with pytest.raises((ValueError, TypeError), match=message):
+        sel.hf.setup(arguments(tmp_path), **given)
+
+
+def test_setup_refuses_other_arguments_than_the_trainers(tmp_path):
+    with pytest.raises(ValueError, match=r"args\.optim .* got 'adafactor': remove optim: SEL replaces the optimizer"):
+        sel.hf.setup(arguments(tmp_path, optim="adafactor"))
+    with pytest.raises(ValueError, match=r"args .* got Qwen3ForCausalLM: the model goes to Trainer\(model=\.\.\.\)"):
+        sel.hf.setup(tiny())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (Strict, {"momentum": 0.5}),
+        (Passing, {"mine": 2.0, "eps": 1e-6}),
+        (lambda *a, **kw: Passing(*a, **kw), {"mine": 2.0}),
+    ],
+)
+def test_optimizers_of_ones_own_get_their_arguments(optimizer, options, tmp_path):
+    args = arguments(tmp_path, adam_beta1=0.9, adam_epsilon=1e-8)
+    made = trainer(args, setup=sel.hf.setup(args, optimizer=optimizer, **options)).create_optimizer()
+    assert {**made.param_groups[0], **vars(made)}.items() >= options.items()
+
+
+# Arguments of setup, and the name patterns of the parameters without decay.
+UNDECAYED = [
+    ({}, ("*norm*", "*bias")),
+    ({"weight_decay": 0.2}, ("*norm*", "*bias")),
+    ({"weight_decay": {"*norm*": 0.5, "*": 0.01}}, ()),
+    ({"weight_decay": {"*norm*": 0.5, "*": 0.01}, "no_decay": ["*bias"]}, ("*bias",)),
+    ({"no_decay": "vectors"}, ("*norm*", "*bias")),
+    ({"no_decay": "usual"}, ("*norm*", "*bias", "*embed_tokens*")),
+    ({"no_decay": ()}, ()),
+]
+
+
+@pytest.mark.parametrize(("given", "undecayed"), UNDECAYED)
+def test_weight_decay_by_name_is_the_whole_word_and_no_decay_a_word(given, undecayed, tmp_path):
+    args = arguments(tmp_path)
+    run = trainer(args, setup=sel.hf.setup(args, **given))
+    run.create_optimizer()
+    decay = given.get("weight_decay", args.weight_decay)
+    by_name = decay if isinstance(decay, dict) else {"*norm*": decay, "*": decay}
+    for name, found in decays(run).items():
+        is_free = any(fnmatch.fnmatch(name, pattern) for pattern in undecayed)
+        assert found == (0.0 if is_free else by_name["*norm*" if "norm" in name else "*"]), name
+
+
 def test_misuse(tmp_path, monkeypatch):
     args = arguments(tmp_path)
-    with pytest.raises(ValueError, match=r"args\.optim must be left at its default, got 'adafactor'"):
-        sel.hf.setup(arguments(tmp_path, optim="adafactor"))
-    with pytest.raises(ValueError, match=f"args must be TrainingArguments, got {type(tiny()).__name__}"):
-        sel.hf.setup(tiny())
     with pytest.raises(ValueError, match="nothing to curve"):
         trainer(args, tiny().requires_grad_(False)).train()
     setup = sel.hf.setup(args)
-    for wrong in ({**setup, "optimizer_cls_and_kwargs": None}, sel.hf.setup(args, optimizer=torch.optim.AdamW)):
+    other = sel.hf.setup(args, optimizer=lambda groups, **_: torch.optim.AdamW(groups))
+    for wrong in ({**setup, "optimizer_cls_and_kwargs": None}, other):
         with pytest.raises(TypeError):
             trainer(args, setup=wrong).train()
     with pytest.raises(TypeError, match="multiple values for keyword argument 'args'"):

@@ -386,5 +386,10 @@ def check_config(config: object) -> SELConfig:
     if config is None:
         return SELConfig()
     if not isinstance(config, SELConfig):
-        raise ValueError(f"config must be a SELConfig, such as symexplin.preset('paper'), got {config!r}")
+        hint = ""
+        if isinstance(config, Mapping) and config.keys() <= {f.name for f in dataclasses.fields(SELConfig)}:
+            is_nested = any(isinstance(value, Mapping) for value in config.values())  # a Scale as a dictionary
+            fields = ", ".join(f"{key}={value!r}" for key, value in config.items())
+            hint = ": pass symexplin.SELConfig" + (".from_dict(...)" if is_nested else f"({fields})")
+        raise ValueError(f"config must be a SELConfig, such as symexplin.preset('paper'), got {config!r}{hint}")
     return config

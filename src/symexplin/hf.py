@@ -1,6 +1,8 @@
 """SEL optimizers in Hugging Face's Trainer: learning rate, clipping and number of steps come from the Trainer."""
 
 import copy
+import functools
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from glob import escape
@@ -19,6 +21,7 @@ except ModuleNotFoundError as error:
 
 from symexplin.config import SELConfig, check_config
 from symexplin.optim import RawSpaceOptimizer, SELAdamW, param_groups, stats
+from symexplin.optim.checks import argument_names, check_arguments
 from symexplin.optim.optimizer import map_lines
 from symexplin.routes import routing
 
@@ -27,6 +30,11 @@ __all__ = ["OptimizerFactory", "SELCallback", "setup"]
 _log = logging.getLogger(__name__)
 
 _DEFAULT_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+_OF_TRAINER = {
+    "max_grad_norm": "must be left to args: TrainingArguments(max_grad_norm=...)",
+    "total_steps": "must be left out: the Trainer knows its steps",
+}
+_NEEDS_CLASS = "optimizer must be a subclass of symexplin.RawSpaceOptimizer, such as SELAdamW"
 
 
 def setup(
@@ -34,7 +42,7 @@ def setup(
     config: SELConfig | None = None,
     *,
     optimizer: Callable[..., RawSpaceOptimizer] = SELAdamW,
-    no_decay: Sequence[str] | None = None,
+    no_decay: Sequence[str] | str | None = None,
     callbacks: Sequence[Any] = (),
     **kwargs: Any,
 ) -> dict[str, Any]:
@@ -49,15 +57,18 @@ def setup(
     Args:
         args: the `TrainingArguments`, of the class that the Trainer expects, such as `SFTConfig` for `SFTTrainer`.
         config: the map; None: the default map, `SELConfig()`.
-        optimizer: SELAdamW or another raw-space optimizer.
-        no_decay: name patterns of the parameters without weight decay. None: norms and biases, as in the Trainer. A
-            Trainer that overrides `get_decay_parameter_names` needs them here.
+        optimizer: SELAdamW or another raw-space optimizer: its class, or a function of groups and keyword arguments.
+        no_decay: name patterns of the parameters without weight decay, "vectors" or "usual", as in
+            :func:`symexplin.param_groups`. None: norms and biases, as in the Trainer; none if `weight_decay` is given
+            by name pattern. A Trainer that overrides `get_decay_parameter_names` needs them here.
         callbacks: the Trainer's other callbacks.
         **kwargs: further arguments of the optimizer. `lr` and `weight_decay` (numbers, or numbers by name pattern),
             `betas` and `eps` replace those of `args`.
 
     Raises:
-        ValueError: `args` of another type, or another optimizer in `args.optim`. At the start of training: a Trainer
+        TypeError: an argument that the class `optimizer` does not have.
+        ValueError: `args`, `optimizer` or `callbacks` of another type, another optimizer in `args.optim`, or an
+            argument that the Trainer decides, `max_grad_norm` or `total_steps`. At the start of training: a Trainer
             with other arguments; DeepSpeed or FSDP1, which flatten parameters; the errors of
             :func:`symexplin.param_groups`.
 
@@ -68,12 +79,16 @@ def setup(
     ['args', 'callbacks', 'optimizer_cls_and_kwargs']
     """
     if not isinstance(args, TrainingArguments):
-        raise ValueError(f"args must be TrainingArguments, got {type(args).__name__}")
+        hint = ": the model goes to Trainer(model=...)" if isinstance(args, nn.Module) else ""
+        raise ValueError(f"args must be TrainingArguments, got {type(args).__name__}{hint}")
     name = str(getattr(args.optim, "value", args.optim))
     if name not in _DEFAULT_OPTIMIZERS:
         raise ValueError(
-            f"args.optim must be left at its default, got {name!r}: pass the optimizer to setup(optimizer=...)"
+            f"args.optim must be left at its default, got {name!r}: remove optim: SEL replaces the optimizer"
         )
+    if not isinstance(callbacks, list | tuple):
+        raise ValueError(f"callbacks must be a list, got {type(callbacks).__name__}")
+    _check_optimizer(optimizer, kwargs)
     args = copy.copy(args)
     details = {"args": args, "config": None if config is None else check_config(config), "optimizer": optimizer}
     options = {key: _own(value) for key, value in kwargs.items()}
@@ -97,14 +112,16 @@ class OptimizerFactory:
         args: Any,
         config: SELConfig | None,
         optimizer: Callable[..., RawSpaceOptimizer],
-        no_decay: Sequence[str] | None,
+        no_decay: Sequence[str] | str | None,
         options: Mapping[str, Any],
     ) -> RawSpaceOptimizer:
         """Return the optimizer over the groups of `model`; its number of steps is not set yet."""
         _check_launch()
         options = {"lr": args.learning_rate, "weight_decay": args.weight_decay, **_adam(args), **options}
         rates = {name: options.pop(name) for name in ("lr", "weight_decay")}
-        rates["no_decay"] = _undecayed(model) if no_decay is None else no_decay
+        if no_decay is None:  # decay by name is complete by itself
+            no_decay = () if isinstance(rates["weight_decay"], Mapping) else _undecayed(model)
+        rates["no_decay"] = no_decay
         groups = param_groups(model, config=config, **rates)
         _log.info("routing of the parameters:\n%s", routing(model, config, **rates))
         return optimizer(groups, total_steps="later", max_grad_norm=_norm(args), **options)
@@ -178,6 +195,37 @@ class _FirstBeforeDefaults(list[Any]):
 
     def __radd__(self, defaults: list[Any]) -> list[Any]:
         return [self[0], *defaults, *self[1:]]
+
+
+def _check_optimizer(optimizer: Any, options: Mapping[str, Any]) -> None:
+    """Refuse what is no raw-space optimizer, and keyword arguments with which it could not be called."""
+    is_partial = isinstance(optimizer, functools.partial)
+    kind, bound = (optimizer.func, optimizer.keywords) if is_partial else (optimizer, {})
+    if isinstance(kind, type):
+        _check_class(kind, bound)
+    elif not callable(kind):
+        is_built = isinstance(kind, torch.optim.Optimizer)
+        got = f"an instance of {type(kind).__name__}: pass the class" if is_built else repr(kind)
+        raise ValueError(f"{_NEEDS_CLASS}, got {got}")
+    options = {**bound, **options}
+    for name, right in _OF_TRAINER.items():
+        if name in options:
+            raise ValueError(f"{name} {right}")
+    if isinstance(kind, type):
+        parameters = inspect.signature(kind).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        if issubclass(kind, SELAdamW) or not takes_any:
+            known = argument_names(kind) if takes_any else parameters.keys()
+            check_arguments(kind, {name: value for name, value in options.items() if name not in known})
+
+
+def _check_class(kind: type, bound: Mapping[str, Any]) -> None:
+    """Refuse the class of another optimizer, and arguments bound to it which the groups of `setup` replace."""
+    if not issubclass(kind, RawSpaceOptimizer):
+        raise ValueError(f"{_NEEDS_CLASS}, got {kind.__name__}")
+    for name in ("lr", "weight_decay", "config", "no_decay"):
+        if name in bound:
+            raise ValueError(f"{name} must be an argument of setup, got it in optimizer: setup(args, {name}=...)")
 
 
 def _own(value: Any) -> Any:

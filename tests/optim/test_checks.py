@@ -125,10 +125,10 @@ TABLE = [
     (made(weight_decay=-0.1), "weight_decay .*-0.1"),
     *((made(betas=b), "betas .*two numbers") for b in (None, (None, 0.9), ("a", 0.9), 0.9, (0.9, 1.0), (0.9,))),
     *((made(total_steps=total), f"total_steps .*{total}") for total in (0, 2.5)),
-    (made(config=ANNEALED), 'total_steps .*"later".*50 to 8'),
+    (made(config=ANNEALED), 'total_steps .*number of optimizer steps of the run.*"later".*50 to 8'),
     (lambda: build(network()).set_total_steps(0), "total_steps .*0"),
     (lambda: build(network()).set_total_steps(9, restart=PAPER), "restart .*SELConfig"),
-    (made(max_grad_norm=0.0), "max_grad_norm .*0.0"),
+    *((made(max_grad_norm=x), f"max_grad_norm .*{x}; None: do not clip") for x in (0.0, -1.0, math.inf)),
     (made(stochastic_rounding=1), "stochastic_rounding .*1"),
     (made(stochastic_rounding=True, config=sel.preset("frozen")), "stochastic_rounding .*raw"),
     # unknown arguments and torch's switches
@@ -137,7 +137,11 @@ TABLE = [
     *((edited(**{switch: True}), switch) for switch in SWITCHES),
     *((call(**{name: on}), f"{name} .*{on}.*kernels") for name, on in KERNELS for call in (made, edited)),
     *((made(**given), f"SELAdamW .*pass {re.escape(right)}") for given, right in INSTEAD),
-    # a map in another place
+    # a map in another place, or in another form
+    (made(config="paper"), "config .*'paper'"),
+    (made(config={"beta": 7.5}), r"config .*: pass symexplin\.SELConfig\(beta=7\.5\)"),
+    (made(config={"e": {"pattern": "row"}}), r"config .*: pass symexplin\.SELConfig\.from_dict"),
+    (made(config={"betta": 7.5}), r"config .*'betta': 7\.5}$"),
     *((made(**{name: PAPER}), f"^{name} .*a SELConfig.*config=") for name in SETTINGS),
     *((made(**{name: "paper"}), f"^{name} .*config=.*preset.'paper'") for name in SETTINGS),
     (lambda: ADAMW(network(), PAPER), "^lr .*a SELConfig.*config="),

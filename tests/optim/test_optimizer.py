@@ -266,7 +266,7 @@ def test_divergence_is_told_once_by_name_at_the_line_that_steps(what, config, ch
 @pytest.mark.usual_state  # a copy steps at the line of its wrapper
 def test_no_gradient_at_the_first_step_is_told():
     model = network()
-    with pytest.warns(UserWarning, match="no parameter has a gradient at the first step") as told, torch.device("meta"):
+    with pytest.warns(UserWarning, match="no parameter has a gradient .* another model") as told, torch.device("meta"):
         build(model).step()
     assert told[0].filename == __file__
 

@@ -226,7 +226,21 @@ def test_a_loaded_state_keeps_the_runs_own_settings_and_brings_the_rules():
         assert (group["total_steps"], group["max_grad_norm"], group["steps"]) == (70, None, 2)
 
 
+def unnamed():
+    """Return three groups as a tool saves them that leaves out names."""
+    groups = sel.param_groups(network(), lr={"0.*": 1e-3, "*": 1e-2}, config=PAPER)
+    return [{**group, "params": [parameter for _, parameter in group["params"]]} for group in groups]
+
+
 OTHER = sel.preset("paper", beta=3).resolve(20).to_json()
+PARTITIONS = [  # arguments that make other groups of the same parameters, and the parameter that the error names
+    (
+        {"no_decay": ["*.bias"]},
+        r"has 4 groups, this optimizer 2: lr, weight_decay or no_decay by name differ, .* 0\.bias",
+    ),
+    ({"lr": {"3.*": 1e-3, "*": 1e-2}}, r"has 3 groups, this optimizer 2: lr, .* such as for 3\.weight"),
+    ({"config": strong("paper", exclude=("3.*",))}, r"of \[2, 4\] .* of \[4, 2\]: 3\.weight is plain there, curved in"),
+]
 SPOILED = [
     (lambda s: s["state"][0].pop("exp_avg_sq"), r"0\.weight.*exp_avg_sq"),
     (lambda s: s["state"][0].update(e_row=torch.zeros(3)), r"e_row.*\(20,\).*\(3,\)"),
@@ -237,7 +251,13 @@ SPOILED = [
     (lambda s: s["param_groups"][0].update(config=OTHER), r"map: beta is 3\.0"),
     (lambda s: s["param_groups"][0]["axes"].__setitem__(0, "io"), "axes .*'io'"),
     (lambda s: s["param_groups"][0].update(stochastic_rounding=True), "stochastic_rounding=True"),
-    (lambda s: s["param_groups"].pop(), "different number of parameter groups"),
+    (lambda s: s["param_groups"].pop(), r"has 1 group, this optimizer 2: only the optimizer has 1\.weight"),
+    *((lambda s, kw=kw: s.update(build(network(), **kw).state_dict()), message) for kw, message in PARTITIONS),
+    (lambda s: s.update(build(network()[:2]).state_dict()), r"of \[2, 2\] .* of \[4, 2\]: only the optimizer has 3\."),
+    (
+        lambda s: s.update(sel.SELAdamW(unnamed(), total_steps=100).state_dict()),
+        "has 3 groups, this optimizer 2: lr, .* differ, or the model",
+    ),
     (lambda s: s.pop("param_groups"), r"state_dict\(\) returned, got the keys \['state'\]"),
     (lambda s: s.update(torch.optim.AdamW(network().parameters()).state_dict()), r"symexplin\.from_adamw"),
     (lambda s: s.update(build(network(), sel.SELConfig()).state_dict()), "map"),

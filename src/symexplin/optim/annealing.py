@@ -22,7 +22,8 @@ def multiplier(key: str, group: Mapping[str, Any]) -> float:
     (k0, k1), total = group[key], group["total_steps"]
     if k0 != k1 and total is None:
         raise ValueError(
-            f'total_steps must be given, a number or "later": {key[2:]} is annealed from k = {k0:g} to {k1:g}'
+            'total_steps must be given, the number of optimizer steps of the run, or "later": '
+            f"{key[2:]} is annealed from k = {k0:g} to {k1:g}"
         )
     if total == LATER:
         if k0 != k1 and group["steps"] > 0:

@@ -18,6 +18,7 @@ from symexplin.optim.suggest import warn_of_scales
 from symexplin.validation import check_flag, check_not_negative, check_positive, check_whole, did_you_mean, warn
 
 __all__ = [
+    "argument_names",
     "check_arguments",
     "check_curved",
     "check_finite",
@@ -33,7 +34,8 @@ _KEYS = ("role", "max_grad_norm", "total_steps", "steps")  # keys of every group
 
 _NO_GRADIENT = (
     "no parameter has a gradient at the first step: call backward() before step(). If fully_shard has wrapped the "
-    "model since the optimizer was built, it has parameters that the model no longer uses: build it after fully_shard"
+    "model since the optimizer was built, it has parameters that the model no longer uses: build it after fully_shard. "
+    "Or the optimizer belongs to another model"
 )
 
 # Weights of this size occur only in a diverged run, and lead to gradients that are not finite.
@@ -62,7 +64,10 @@ def check_settings(group: Group, first: Group) -> None:
         check_whole("total_steps", group["total_steps"])
     _check_switches(group)
     if group["max_grad_norm"] is not None:
-        check_positive("max_grad_norm", group["max_grad_norm"])
+        try:
+            check_positive("max_grad_norm", group["max_grad_norm"])
+        except ValueError as error:
+            raise ValueError(f"{error}; None: do not clip") from None
     if group["max_grad_norm"] != first["max_grad_norm"]:
         raise ValueError(
             f"max_grad_norm must be equal in all groups, {first['max_grad_norm']}, got {group['max_grad_norm']}: "
@@ -173,8 +178,12 @@ def _instead(kind: type, name: str, value: object) -> str:
     for own, others in _OTHER_NAMES.items():
         if name in others:
             return ": pass betas=(beta1, beta2)" if own == "betas" else f": pass {own}={value!r}"
-    has = {name for base in kind.__mro__ for name in inspect.signature(base.__init__).parameters}  # type: ignore[misc]
-    return did_you_mean(name, has)
+    return did_you_mean(name, argument_names(kind))
+
+
+def argument_names(kind: type) -> set[str]:
+    """Return the names of the arguments of a class's constructor and of those that it extends."""
+    return {name for base in kind.__mro__ for name in inspect.signature(base.__init__).parameters}  # type: ignore[misc]
 
 
 def check_saved(saved: list[Group], groups: list[Group], state: dict[Any, State], moments: Moments) -> None:
@@ -185,8 +194,7 @@ def check_saved(saved: list[Group], groups: list[Group], state: dict[Any, State]
             f"state_dict is not of this SEL optimizer: its groups have the keys {sorted(set().union(*saved))}. To "
             "continue from AdamW, load it into an AdamW over the same parameters, then call symexplin.from_adamw"
         )
-    if [len(group["params"]) for group in saved] != [len(group["params"]) for group in groups]:
-        return  # torch refuses these
+    _check_partition(saved, groups)
     for old, new in zip(saved, groups, strict=True):
         if old["role"] != new["role"]:
             raise ValueError(f"state_dict is of other groups: {old['role']!r} where the optimizer has {new['role']!r}")
@@ -206,6 +214,31 @@ def check_saved(saved: list[Group], groups: list[Group], state: dict[Any, State]
         for i, key in enumerate(old["params"]):
             if state.get(key):
                 _check_state(old, i, tuple(new["params"][i].shape), state[key], moments)
+
+
+def _check_partition(saved: list[Group], groups: list[Group]) -> None:
+    """Refuse another number of groups or of their parameters, and name a parameter that is elsewhere."""
+    theirs, ours = ([len(group["params"]) for group in of] for of in (saved, groups))
+    if theirs == ours:
+        return
+    had, has = f"groups of {theirs} parameters", f"of {ours}"
+    if len(theirs) != len(ours):
+        had, has = f"{len(theirs)} group{'s' * (len(theirs) > 1)}", f"{len(ours)}"
+    there, here = (
+        {_unwrapped(name): (g, group["role"]) for g, group in enumerate(of) for name in group.get("param_names") or ()}
+        for of in (saved, groups)
+    )
+    reason = "lr, weight_decay or no_decay by name differ"
+    if not there or not here:  # some tools, such as torchtitan, save no names
+        reason += ", or the model"
+    elif single := [name for name in (*there, *here) if name not in there or name not in here]:
+        reason = f"only the {'state_dict' if single[0] in there else 'optimizer'} has {single[0]}"
+    else:
+        moved = [name for name in here if there[name] != here[name]]
+        name = next((name for name in moved if there[name][1] != here[name][1]), moved[0])
+        was, now = there[name][1], here[name][1]
+        reason = f"{reason}, such as for {name}" if was == now else f"{name} is {was} there, {now} in the optimizer"
+    raise ValueError(f"state_dict has {had}, this optimizer {has}: {reason}")
 
 
 def _check_map(old: Group, new: Group) -> None:
