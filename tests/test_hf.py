@@ -169,6 +169,7 @@ class Passing(sel.SELAdamW):
 
 
 RAW_SPACE = r"optimizer must be a subclass of symexplin\.RawSpaceOptimizer, such as SELAdamW, got "
+SGD = torch.optim.SGD([torch.zeros(2)])
 REFUSED = [  # arguments of setup, and what its error says
     ({"max_grad_norm": 1.0}, r"max_grad_norm must be left to args: TrainingArguments\(max_grad_norm=\.\.\.\)"),
     ({"total_steps": 100}, "total_steps must be left out: the Trainer knows its steps"),
@@ -184,7 +185,7 @@ REFUSED = [  # arguments of setup, and what its error says
     ({"optimizer": torch.optim.Adagrad}, RAW_SPACE + "Adagrad$"),
     ({"optimizer": functools.partial(torch.optim.Adagrad, eps=1e-8)}, RAW_SPACE + "Adagrad$"),
     ({"optimizer": sel.SELAdamW(torch.nn.Linear(2, 2))}, RAW_SPACE + "an instance of SELAdamW: pass the class"),
-    ({"optimizer": "muon"}, RAW_SPACE + "'muon'"),
+    *(({"optimizer": x}, f"{RAW_SPACE}an instance of {type(x).__name__}$") for x in (SGD, "muon")),
     ({"callbacks": transformers.EarlyStoppingCallback(3)}, "callbacks must be a list, got EarlyStoppingCallback"),
 ]
 

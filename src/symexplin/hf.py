@@ -204,9 +204,8 @@ def _check_optimizer(optimizer: Any, options: Mapping[str, Any]) -> None:
     if isinstance(kind, type):
         _check_class(kind, bound)
     elif not callable(kind):
-        is_built = isinstance(kind, torch.optim.Optimizer)
-        got = f"an instance of {type(kind).__name__}: pass the class" if is_built else repr(kind)
-        raise ValueError(f"{_NEEDS_CLASS}, got {got}")
+        hint = ": pass the class" if isinstance(kind, RawSpaceOptimizer) else ""
+        raise ValueError(f"{_NEEDS_CLASS}, got an instance of {type(kind).__name__}{hint}")
     options = {**bound, **options}
     for name, right in _OF_TRAINER.items():
         if name in options:
