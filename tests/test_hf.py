@@ -207,6 +207,7 @@ def test_setup_refuses_other_arguments_than_the_trainers(tmp_path):
     ("optimizer", "options"),
     [
         (Strict, {"momentum": 0.5}),
+        (SELSGD, {"mine": 2.0}),
         (Passing, {"mine": 2.0, "eps": 1e-6}),
         (lambda *a, **kw: Passing(*a, **kw), {"mine": 2.0}),
     ],

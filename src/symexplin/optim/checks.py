@@ -234,8 +234,7 @@ def _check_partition(saved: list[Group], groups: list[Group]) -> None:
     elif single := [name for name in (*there, *here) if name not in there or name not in here]:
         reason = f"only the {'state_dict' if single[0] in there else 'optimizer'} has {single[0]}"
     else:
-        moved = [name for name in here if there[name] != here[name]]
-        name = next((name for name in moved if there[name][1] != here[name][1]), moved[0])
+        name = next(name for name in here if there[name] != here[name])
         was, now = there[name][1], here[name][1]
         reason = f"{reason}, such as for {name}" if was == now else f"{name} is {was} there, {now} in the optimizer"
     raise ValueError(f"state_dict has {had}, this optimizer {has}: {reason}")
