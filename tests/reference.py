@@ -1,7 +1,7 @@
 """The independent reference: the paper's formulas and derivatives as they stand, in 50-digit arithmetic.
 
 The exponential pathway is exp(kappa|w| - n) - exp(-n), not expm1, and nothing is imported from the package.
-Everything is a list of the terms that are added, because the accuracy owed is relative to the sum of their
+Everything is a list of the terms that are added, because the error bound is relative to the sum of their
 absolute values: a pathway is one term of the value, and its derivative is one term of the derivative.
 """
 

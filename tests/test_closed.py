@@ -73,7 +73,7 @@ def reference(mode: str, kappa, c, v, step):
 
 
 def allowed(mode: str, value, slope, w, x, unit: float):
-    """Return the accuracy owed, (8 + 4 kappa|w'|) units of |f(w')|, and the allowance for the raw weight's rounding.
+    """Return the error bound, (8 + 4 kappa|w'|) units of |f(w')|, and the allowance for the raw weight's rounding.
 
     A raw weight is made of v by three operations (the quotients by c and kappa, the logarithm), each with a rounding
     of a unit of |w|; kappa, its product with the step, and the sum w + step each round by a unit of |x| or |w| + |x|.

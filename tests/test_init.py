@@ -81,3 +81,6 @@ def test_a_model_with_frozen_parameters_is_no_new_one():
     with pytest.raises(ValueError, match=r"0\.weight is frozen"):
         sel.init_(model, sel.preset("paper"))
     assert torch.equal(model[1].weight, before)
+    model[0] = nn.Embedding(4, 4).requires_grad_(False)  # of positions, as in a new Whisper
+    sel.init_(model, sel.SELConfig(include=("1.weight",)))
+    assert not torch.equal(model[1].weight, before)

@@ -1,4 +1,4 @@
-"""The inverse keeps the accuracy owed and refuses where there is none."""
+"""The inverse keeps the error bound and refuses where there is none."""
 
 import math
 
@@ -38,7 +38,7 @@ def offsets(mode, beta):
 
 
 def miss(raw, t, arguments):
-    """Return |f(raw) - t| over the accuracy owed at `raw`, f being exact."""
+    """Return |f(raw) - t| over the error bound at `raw`, f being exact."""
     unit = 2.0**-24 if raw.dtype == torch.float32 else 2.0**-53
     return worst(t.expand(raw.shape), evaluate(raw, **arguments), unit=unit)
 

@@ -1,4 +1,4 @@
-"""The map and its derivatives keep the accuracy owed, against the paper's formulas in 50-digit arithmetic."""
+"""The map and its derivatives keep the error bound, against the paper's formulas in 50-digit arithmetic."""
 
 import math
 

@@ -70,9 +70,11 @@ def _is_router(name: str, module: nn.Module, parent: nn.Module) -> bool:
 def _heads(model: nn.Module) -> list[nn.Module]:
     """Return the output heads: those that the model returns, those with a usual name, and those over a vocabulary."""
     # All modules, not the model alone: a wrapper such as DistributedDataParallel may lack the method.
-    speakers: list[Any] = [m for m in model.modules() if callable(getattr(m, "get_output_embeddings", None))]
-    said = [speaker.get_output_embeddings() for speaker in speakers]
-    heads = [part for head in said if isinstance(head, nn.Module) for part in head.modules()]  # adapters may wrap it
+    owners: list[Any] = [m for m in model.modules() if callable(getattr(m, "get_output_embeddings", None))]
+    returned = [owner.get_output_embeddings() for owner in owners]
+    heads = [
+        part for head in returned if isinstance(head, nn.Module) for part in head.modules()
+    ]  # adapters may wrap it
     modules = dict(model.named_modules())  # not get_submodule, which a module called "half" would defeat
     last = next((name for name, module in reversed(modules.items()) if isinstance(module, _LAYERS)), "")
     for name, module in modules.items():
@@ -83,7 +85,7 @@ def _heads(model: nn.Module) -> list[nn.Module]:
     chain = modules[last.rpartition(".")[0]]
     if isinstance(chain, nn.Sequential) and isinstance(next(chain.children(), None), _EMBEDDINGS):
         heads.append(modules[last])
-    return [*heads, *_vocabulary_heads(model, {id(head) for head in heads}, bool(speakers))]
+    return [*heads, *_vocabulary_heads(model, {id(head) for head in heads}, bool(owners))]
 
 
 def _last_layers(head: nn.Module) -> Sequence[nn.Module]:

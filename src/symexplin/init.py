@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from symexplin.config import SELConfig
 from symexplin.curve import Curved, Map, stack_dims
-from symexplin.routes import check_values, routing
+from symexplin.routes import check_values, frozen_layers, routing
 from symexplin.transform import compute_dtype
 from symexplin.validation import check_flag, naming
 
@@ -45,7 +45,7 @@ def init_(
         generator: random generator of the initialization. None: torch's global one.
 
     Raises:
-        ValueError: nothing to curve; a frozen parameter, as beside LoRA's factors; weights that are on the device
+        ValueError: nothing to curve; a frozen layer, as beside LoRA's factors; weights that are on the device
             "meta", not finite or out of the map's reach. The message names the parameter.
 
     >>> config = SELConfig(beta=7.5, mode="mismatch")
@@ -57,9 +57,8 @@ def init_(
     table = routing(model, config)
     if not table.curved:
         raise ValueError(f"model has nothing to curve (initialize a model before `convert`):\n{table}")
-    frozen = next((name for name, parameter in model.named_parameters() if not parameter.requires_grad), None)
-    if frozen is not None:
-        raise ValueError(f"model must be new, to train from scratch, but its parameter {frozen} is frozen")
+    if frozen := frozen_layers(model):
+        raise ValueError(f"model must be new, to train from scratch, but its parameter {frozen[0]} is frozen")
     check_values(table)
     for route in table.curved:
         if xavier and route.is_weight:

@@ -27,7 +27,8 @@ __all__ = ["CurvedModule", "SELLinear", "convert", "fold"]
 
 _logger = logging.getLogger("symexplin")
 
-Made = tuple[Map, dict[str, nn.Parameter]]  # the map of one curved parameter, its "raw" and the tensors of its scales
+# The map of one curved parameter, its "raw" and the tensors of its scales.
+RawParameters = tuple[Map, dict[str, nn.Parameter]]
 Values = Sequence[tuple[nn.Module, dict[str, Tensor]]]  # modules with values of their curved parameters
 
 
@@ -117,7 +118,7 @@ def _redrawing(method: str) -> Any:
             if drawn._version == before[path]:  # nn.MultiheadAttention leaves the weight of its output projection
                 continue
             if isinstance(module, CurvedModule) and name in module.sel_maps:
-                for part, value in _made(drawn, module.sel_maps[name], 0)[1].items():
+                for part, value in _raw_parameters(drawn, module.sel_maps[name], 0)[1].items():
                     getattr(module, _local(name, part)).copy_(value)
             else:
                 getattr(module, name).copy_(drawn)
@@ -236,7 +237,7 @@ def _empty(kind: Any, names: tuple[str, ...]) -> nn.Module:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _made(plain: nn.Parameter, spec: Map, position: int) -> Made:
+def _raw_parameters(plain: nn.Parameter, spec: Map, position: int) -> RawParameters:
     """Return the map of a parameter with its raw weight and its scales at their first values.
 
     Raises:
@@ -254,7 +255,7 @@ def _has_values(tensor: Tensor) -> bool:
     return not tensor.is_meta and not is_fake(tensor)
 
 
-def _curve_(module: nn.Module, made: Mapping[str, Made]) -> nn.Module:
+def _curve_(module: nn.Module, made: Mapping[str, RawParameters]) -> nn.Module:
     """Replace parameters of `module` by their raw weights and scales, in place, and return it."""
     own: dict[str, nn.Parameter | None] = {}
     for name, parameter in module._parameters.items():
@@ -313,10 +314,10 @@ def convert(model: nn.Module, config: SELConfig | None = None) -> nn.Module:
     ('SELLinear', 'Linear')
     """
     table = routing(model, config)
-    made: dict[int, Made] = {}  # by the id of the plain parameter, so that tied ones stay tied
+    made: dict[int, RawParameters] = {}  # by the id of the plain parameter, so that tied ones stay tied
     for route in table.curved:
         with naming(route.name):
-            made[id(route.parameter)] = _made(route.parameter, route.map(table.config), route.position)
+            made[id(route.parameter)] = _raw_parameters(route.parameter, route.map(table.config), route.position)
     plain: list[tuple[nn.Module, dict[str, Tensor]]] = []
     for module in model.modules():
         parameters = {name: p for name, p in module._parameters.items() if id(p) in made}

@@ -51,6 +51,6 @@ def by_name(argument: str, value: T | Mapping[str, T], names: Sequence[str]) -> 
             raise ValueError(f"{argument} must have a pattern for every name, got none for {name!r}: end with '*'")
     for pattern in value.keys() - set(matches.values()):
         raise ValueError(
-            f"{argument} pattern {pattern!r} never counts, as the first pattern that matches a name does: put it first"
+            f"{argument} pattern {pattern!r} is never used, because an earlier one matches the same names: put it first"
         )
     return {name: value[pattern] for name, pattern in matches.items() if pattern is not None}

@@ -14,7 +14,7 @@ from symexplin.patterns import by_name, check_patterns, first_match
 from symexplin.transform import check_invertible
 from symexplin.validation import check_not_negative, plain
 
-__all__ = ["Rate", "Route", "Routing", "check_model", "check_values", "routing"]
+__all__ = ["Rate", "Route", "Routing", "check_model", "check_values", "frozen_layers", "routing"]
 
 Rate = float | Tensor | Mapping[str, float]  # a number, or numbers by name pattern
 _INSIDE = "curved in its module"
@@ -125,6 +125,12 @@ def check_values(table: Routing) -> None:
             )
 
 
+def frozen_layers(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that would be curved if they were not frozen."""
+    candidates = _candidates(model)
+    return [name for name, p in model.named_parameters() if not p.requires_grad and candidates[id(p)].curved]
+
+
 def routing(
     model: nn.Module,
     config: SELConfig | None = None,
@@ -151,7 +157,7 @@ def routing(
         whole: the model that contains `model`. It determines the parameters' names, the width and the decisions.
 
     Raises:
-        ValueError: a pattern matches nothing or never counts, or includes a parameter that is no bias of a layer, no
+        ValueError: a pattern matches nothing or is never used, or includes a parameter that is no bias of a layer, no
             matrix and no stack of matrices; `model` is not a part of `whole`.
 
     >>> model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4))

@@ -104,7 +104,7 @@ class Row:
     """The figures of the finite numbers of one curved matrix, or of all matrices.
 
     The fractions `above` are by threshold: "0.1", "2x" for twice the bound. `inversion_error` is the largest
-    |effective(inverse(w)) - w| in units of the accuracy owed, so that 1 is the limit.
+    |effective(inverse(w)) - w| in units of the error bound, so that 1 is the limit.
     """
 
     name: str
@@ -217,7 +217,7 @@ def format_inspection(inspection: Inspection) -> str:
         f"deviation {total.bound / math.sqrt(3.0):.3g}",
         f"map: {inspection.config.describe()} ({inspection.origin})",
         "x: in units of the bound or deviation of each matrix; %>: share of the numbers whose size is above; error: of "
-        "the inverse of the map, in units of the accuracy owed",
+        "the inverse of the map, in units of the error bound",
     ]
     if bad := [f"{row.name} ({row.not_finite:,})" for row in rows if row.not_finite]:
         remarks.append(f"NaN or infinite: {', '.join(bad)}")

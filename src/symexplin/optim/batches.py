@@ -35,7 +35,7 @@ class Batches:
         return iter(self._batches)
 
     def serve(self, entries: Sequence[Entry], rule: Rule) -> bool:
-        """Whether new batches for these entries would do the same."""
+        """Whether the cached batches are still valid for these entries."""
         alike = all(len(set(map(_counts, batch.entries))) == 1 for batch in self._batches)
         return alike and self._rule == rule and self._signature == _signature(entries, self._parts)
 

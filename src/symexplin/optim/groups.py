@@ -89,7 +89,7 @@ def param_groups(
     # A trainer that logs one rate logs the first group's, which has the most numbers.
     return sorted(
         finished,
-        key=lambda group: (not is_curved(group), group.get("weight_decay") == 0.0, -_numbers(group)),
+        key=lambda group: (not is_curved(group), -_numbers(group)),
     )
 
 

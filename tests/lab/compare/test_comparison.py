@@ -165,9 +165,9 @@ def test_seeds_that_confirm_have_no_say_in_the_learning_rates():
 @pytest.mark.parametrize(
     ("lr", "lost", "words"),
     [
-        (0.1, False, "Of 2 variants, B ends lowest: at the best learning rate of both, 0.1, B ends at 2.0333 ± 0.1528"),
-        (0.2, False, "Of 2 variants, B ends lowest: at its best learning rate, 0.2, B ends at 2.0333 ± 0.1528"),
-        (0.1, True, "Of 2 variants, C ends lowest: at the best learning rate of both, 0.1, C ends at 3.1000 ± 0.1000"),
+        (0.1, False, "The best of 2 variants is B: at the best learning rate of both, 0.1, B ends at 2.0333 ± 0.1528"),
+        (0.2, False, "The best of 2 variants is B: at its best learning rate, 0.2, B ends at 2.0333 ± 0.1528"),
+        (0.1, True, "The best of 2 variants is C: at the best learning rate of both, 0.1, C ends at 3.1000 ± 0.1000"),
     ],
 )
 def test_the_verdict_is_of_the_lowest_variant_in_at_most_two_sentences(lr, lost, words):

@@ -233,16 +233,20 @@ def test_a_command_gets_all_digits_of_a_learning_rate_and_other_braces_are_writt
 @pytest.mark.parametrize(
     ("text", "changes", "said"),
     [
-        (f"true {PLACES} {{foo}}", {}, r"only the places \{variant\}, .*, got \{foo\} in .*; double any other braces"),
-        (f"true {PLACES} {{}}", {}, r"only the places .*, got \{\} in"),
-        (f"true {PLACES} {{lr:>9}}", {}, "places without ':' and '!'"),
-        (f"true {PLACES} {{lr!r}}", {}, "places without ':' and '!'"),
+        (
+            f"true {PLACES} {{foo}}",
+            {},
+            r"only the placeholders \{variant\}, .*, got \{foo\} in .*; double any other braces",
+        ),
+        (f"true {PLACES} {{}}", {}, r"only the placeholders .*, got \{\} in"),
+        (f"true {PLACES} {{lr:>9}}", {}, "placeholders without ':' and '!'"),
+        (f"true {PLACES} {{lr!r}}", {}, "placeholders without ':' and '!'"),
         (f"true {PLACES} {{", {}, "command must be words .* doubled, got"),
         ("true 'x {variant} {lr} {out}", {}, "command must be words as for a shell, .* No closing quotation"),
-        ("", {}, r"command must have the place \{variant\}, got ''"),
-        ("true x {variant} {out}", {}, r"must have the place \{lr\}"),
-        ("true x {variant} {lr}", {}, r"must have the place \{out\}"),
-        ("true x {variant} {lr} {out}", {"confirm_seeds": (1,)}, r"must have the place \{seed\}"),
+        ("", {}, r"command must have the placeholder \{variant\}, got ''"),
+        ("true x {variant} {out}", {}, r"must have the placeholder \{lr\}"),
+        ("true x {variant} {lr}", {}, r"must have the placeholder \{out\}"),
+        ("true x {variant} {lr} {out}", {"confirm_seeds": (1,)}, r"must have the placeholder \{seed\}"),
         ("A=1 true {variant} {lr} {out}", {}, "must begin with a program that exists, got 'A=1'; no shell runs"),
         *(
             (f"true {PLACES}", {"variants": ("a", name)}, "variants must be valid folder names")

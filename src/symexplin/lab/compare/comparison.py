@@ -279,7 +279,7 @@ class Comparison:
             return [self._all_diverged(" or ".join(self.label(row.variant) for row in others))]
         first = self._at_own_lr(leader)
         if len(others) > 1:
-            first = f"Of {len(others)} variants, {self.label(leader.variant)} ends lowest: a{first[1:]}"
+            first = f"The best of {len(others)} variants is {self.label(leader.variant)}: a{first[1:]}"
         if len(self.seeds) < ENOUGH_SEEDS:
             count = "One seed is" if len(self.seeds) == 1 else "Two seeds are"
             return [

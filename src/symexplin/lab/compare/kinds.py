@@ -223,15 +223,15 @@ class CommandConfig(Schema):
         places = {name for _, name, _, _ in fields if name is not None}
         if unknown := places - set(_PLACES):
             raise ValueError(
-                f"command must have only the places {{variant}}, {{lr}}, {{seed}} and {{out}}, got "
+                f"command must have only the placeholders {{variant}}, {{lr}}, {{seed}} and {{out}}, got "
                 f"{{{min(unknown)}}} in {self.command!r}; double any other braces"
             )
         if any(form or conversion for _, _, form, conversion in fields):
-            raise ValueError(f"command must have places without ':' and '!', got {self.command!r}")
+            raise ValueError(f"command must have placeholders without ':' and '!', got {self.command!r}")
         optional = {"lr": len(grid.lrs) == 1, "seed": len(grid.seeds + grid.confirm_seeds) == 1}
         for name in _PLACES:
             if name not in places and not optional.get(name):
-                raise ValueError(f"command must have the place {{{name}}}, got {self.command!r}")
+                raise ValueError(f"command must have the placeholder {{{name}}}, got {self.command!r}")
         if not grid.on_cluster and shutil.which(words[0]) is None:
             raise ValueError(
                 f"command must begin with a program that exists, got {words[0]!r}; no shell runs it: use bash -c '...' "

@@ -62,7 +62,7 @@ def prepare(config: PrepareConfig, out: str | Path, *, echo: Echo = lambda _: No
 
 
 def _make(config: PrepareConfig, work: Path, echo: Echo) -> Table:
-    """Write the tokens and the tokenizer into the folder `work`, and return what tells of them."""
+    """Write the tokens and the tokenizer into the folder `work`, and return the facts about them."""
     start = time.perf_counter()
     # The tokenizer first: to read the text may take hours.
     for source in (*config.sources, *config.valid):
