@@ -18,7 +18,7 @@ _PAIRS = (
     *(("q_proj", "k_proj"), ("q", "k"), ("query", "key"), ("wq", "wk"), ("to_q", "to_k"), ("c_q", "c_k")),
     *(("q_lin", "k_lin"), ("query_proj", "key_proj"), ("linear_q", "linear_k")),
 )
-# Names of weights that hold keys and values, and mostly queries.
+# Names of weights that hold keys and values, and in most models queries, too.
 _FUSED = (
     *("qkv", "qkv_proj", "to_qkv", "c_attn", "query_key_value", "Wqkv", "att_proj", "kv_proj", "kv_b_proj"),
     "in_proj_weight",
@@ -39,7 +39,7 @@ def scale_qk_(model: nn.Module, factor: float = 0.05, *, lr: float | None = None
 
     The rates are those of QK-bias AdamW: ``factor * lr`` for the weights of queries and keys, ``5 * lr`` for the biases
     of linear layers, and lr for everything else. They are for `lr` of :class:`symexplin.SELAdamW` and of
-    :func:`symexplin.param_groups`, which also makes groups for torch.optim.AdamW. With one block of width 1024,
+    :func:`symexplin.param_groups`, which also makes groups for torch.optim.AdamW. With one layer of width 1024,
     QK-norm and biases, all this lowered AdamW's loss by 0.198, and ``factor=0.1`` without the rates by 0.06. QK-norm
     cancels the scale of queries and keys. Without it, the same rates raised the loss of a small Llama by 0.19.
 
@@ -67,8 +67,9 @@ def scale_qk_(model: nn.Module, factor: float = 0.05, *, lr: float | None = None
         lr = check_positive("lr", lr)
     table = routing(model)
     check_values(table)
+    modules = dict(model.named_modules())
     weights = {route.name: route for route in table.curved if route.is_weight}
-    separate, fused = list(_separate(weights)), list(_fused(model, weights.values()))
+    separate, fused = list(_separate(weights)), list(_fused(modules, weights.values()))
     if not separate and not fused:
         names = ", ".join(f"{query} and {key}" for query, key in _PAIRS)
         raise ValueError(
@@ -80,11 +81,10 @@ def scale_qk_(model: nn.Module, factor: float = 0.05, *, lr: float | None = None
             f"lr must be left out for {fused[0][0].name}, which holds queries, keys and values: one weight has one "
             "rate. scale_qk_(model, 0.1) scales the initial queries and keys alone"
         )
-    modules = dict(model.named_modules())
-    without = [name for name in separate if not any("norm" in child for child in _owner(modules, name)._modules)]
-    if lr is not None and without:
+    alone = (name for name in separate if not any("norm" in child for child in _owner(modules, name)._modules))
+    if lr is not None and (first := next(alone, None)) is not None:
         warn(
-            f"no QK-norm lies beside {without[0]}. Without QK-norm these rates made a small Llama worse, by 0.19 nats: "
+            f"no QK-norm lies beside {first}. Without QK-norm these rates made a small Llama worse, by 0.19 nats: "
             "build the model again and leave out scale_qk_, unless the model's code normalizes queries and keys"
         )
     for part in [*(weights[name].parameter for name in separate), *(part for _, part in fused)]:
@@ -112,9 +112,8 @@ def _separate(names: Collection[str]) -> Iterator[str]:
                 yield from (name, beside)
 
 
-def _fused(model: nn.Module, routes: Iterable[Route]) -> Iterator[tuple[Route, Tensor]]:
+def _fused(modules: Mapping[str, nn.Module], routes: Iterable[Route]) -> Iterator[tuple[Route, Tensor]]:
     """Yield each weight that queries and keys share with values, and its part for queries and keys."""
-    modules = dict(model.named_modules())
     for route in routes:
         layer = route.name.removesuffix(".weight").rpartition(".")[2]
         if layer in _FUSED:

@@ -199,7 +199,7 @@ def _prepare(given: Table, *sources: str, out: str) -> None:
     """Turn text into token files.
 
     Text comes from `stdlib` (the sources of the running Python), files with documents separated by NUL bytes, .jsonl
-    files, both also compressed (.xz, .gz), parquet files, folders of such files and of plain text, or Hugging Face
+    files, which may be compressed (.xz, .gz), parquet files, folders of such files and of plain text, or Hugging Face
     datasets: `hf:NAME[:CONFIG][@REVISION]`, `openwebtext`, `fineweb`. Text must be UTF-8; other files in a folder are
     skipped and listed.
     Duplicate documents are dropped. If the command is killed, run it again: it starts over.

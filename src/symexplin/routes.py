@@ -152,7 +152,7 @@ def routing(
         config: the map. Its `include` and `exclude` patterns of qualified names override these rules.
         lr, weight_decay: a number, or {name pattern: number}: the first pattern that matches a name counts, and every
             name needs one ("*": all others). None: the optimizer's.
-        no_decay: name patterns of parameters without weight decay; "vectors" for biases and norms, as nanoGPT; or
+        no_decay: name patterns of parameters without weight decay; "vectors" for biases and norms, as in nanoGPT; or
             "usual" for embeddings, too.
         whole: the model that contains `model`. It determines the parameters' names, the width and the decisions.
 

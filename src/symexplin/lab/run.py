@@ -99,7 +99,7 @@ def train(
 
 
 def _tell(config: RunConfig, echo: Echo) -> None:
-    """Tell the configuration; the map in words, its keys are in config.toml."""
+    """Print the configuration, and the map in words: its keys are in config.toml."""
     for line in lines({**to_table(config), "sel": {**to_table(config.sel), "map": {}}}):
         echo(line)
     width, preset = config.model.width, config.sel.preset

@@ -43,7 +43,7 @@ def param_groups(
         weight_decay: decay of raw weights, raw biases, plain parameters and the scales e, l, s; None: the optimizer's.
             m, n and delta have none. A number, or {name pattern: number}.
         config: the map, only for a plain model; a converted model contains it.
-        no_decay: name patterns of parameters without weight decay; "vectors" for biases and norms, as nanoGPT; or
+        no_decay: name patterns of parameters without weight decay; "vectors" for biases and norms, as in nanoGPT; or
             "usual" for embeddings, too. Their scales do not decay either.
         whole: the model that contains `model`. It determines names and routing. A part may have nothing to curve.
         curved: False: groups of a plain model for torch.optim.AdamW, with the same rates by name and without a map.
