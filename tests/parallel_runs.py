@@ -3,7 +3,9 @@
 import contextlib
 import io
 import os
+import pathlib
 import signal
+import time
 import unittest.mock
 
 import torch
@@ -72,6 +74,19 @@ def _fail_last(*_):
     return io.FileIO(*_)
 
 
+def _wait_for_step(path, mode):
+    """Write the checkpoint of step 3 only when step 4 has ended: a run that waited for it would end in an error."""
+    place, deadline = pathlib.Path(path).parent, time.monotonic() + 20
+    while place.name.startswith("step-00000003"):
+        if '"step": 4' in (place.parents[1] / "metrics.jsonl").read_text():
+            assert place.name.endswith(".tmp")
+            break
+        if time.monotonic() > deadline:
+            raise OSError("no step while the checkpoint was written")
+        time.sleep(0.02)
+    return io.FileIO(path, mode)
+
+
 def _plant(self, before=Trainer.update):
     """The last process alone has a weight that is no number."""
     with joined("cpu") as ranks, torch.no_grad():
@@ -89,6 +104,7 @@ def _odd(config, ranks, before=lab_train.build):
 _PLANTED = {
     "a full disk": (lab_train, "save_model", _fail),
     "a full disk of one": (lab_checkpoint, "FileIO", _fail_last),
+    "a slow disk": (lab_checkpoint, "FileIO", _wait_for_step),
     "no number": (Trainer, "update", _plant),
     "one process": (lab_train, "build", _odd),
 }

@@ -2,15 +2,16 @@ import shutil
 
 import pytest
 
-from symexplin.lab.checkpoint import load_checkpoint, newest, newest_intact, save_checkpoint, tidy
+from symexplin.lab.checkpoint import CheckpointWriter, load_checkpoint, newest, newest_intact, tidy
 
 
 def save(folder, step, keep=2, text="weights"):
     def write(place):
         (place / "model.safetensors").write_text(text)
-        return {"seconds": 1.5}
+        return {"seconds": 1.5}, None
 
-    return save_checkpoint(folder, step, write, keep)
+    CheckpointWriter(folder, keep).begin(step, write)
+    return newest(folder)[0]
 
 
 def test_the_newest_stay_and_a_step_is_saved_once(tmp_path):
@@ -31,7 +32,7 @@ def test_failures_and_kills_leave_the_earlier_ones(tmp_path):
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        save_checkpoint(tmp_path, 6, fail, keep=1)
+        CheckpointWriter(tmp_path, keep=1).begin(6, fail)
     assert list((tmp_path / "checkpoints").iterdir()) == [path]
     shutil.copytree(path, path.with_name("step-00000006.tmp"))
     assert newest(tmp_path) == [path]

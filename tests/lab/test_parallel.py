@@ -176,8 +176,12 @@ def test_each_error_of_a_job_is_one_line_and_all_processes_have_its_status(folde
         (f"train {flags} --out {tmp_path}/d --parallel fsdp", "a full disk of one", "No space left on device"),
         (f"train {flags} --out {tmp_path}/c", "no number", "ffn.up.weight; --resume continues at step 0"),
     ]
-    outcomes = processes.run(2, tmp_path, parallel_runs.commands, [case[:2] for case in cases])
-    for (line, _, words), (status, _, errors), other in zip(cases, *outcomes, strict=True):
+    slow = f"train {flags} --out {tmp_path}/e --parallel fsdp --steps 6 --checkpoint-every 3"
+    lines = [case[:2] for case in cases] + [(slow, "a slow disk")]
+    *outcomes, ended = zip(*processes.run(2, tmp_path, parallel_runs.commands, lines), strict=True)
+    assert [status for status, _, _ in ended] == [0, 0], ended  # it trained while it wrote a checkpoint
+    assert [path.name for path in newest(tmp_path / "e")] == ["step-00000006", "step-00000003"]
+    for (line, _, words), ((status, _, errors), other) in zip(cases, outcomes, strict=True):
         assert (status, errors.count("\n")) == (2, 1), line
         assert words in errors, line
         assert other == (2, "", ""), line

@@ -10,9 +10,10 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from io import BufferedWriter, FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -20,8 +21,8 @@ from symexplin.lab.files import file_digest, read_json, write_json
 from symexplin.lab.parallel import ALONE, Ranks
 
 __all__ = [
-    *("CHECKPOINTS", "STATE", "is_sharded", "load_checkpoint", "newest", "newest_intact"),
-    *("read_shards", "save_checkpoint", "shard_metadata", "tidy", "write_shards"),
+    *("CHECKPOINTS", "STATE", "CheckpointWriter", "Digests", "State", "is_sharded", "load_checkpoint", "newest"),
+    *("newest_intact", "read_shards", "shard_metadata", "tidy", "write_shards"),
 ]
 
 CHECKPOINTS = "checkpoints"
@@ -29,6 +30,7 @@ STATE = "state.json"
 _TEMPORARY = ".tmp"
 
 State = dict[str, Any]
+Digests = dict[str, str]  # sha256 of files by name
 Echo = Callable[[str], None]
 
 
@@ -37,42 +39,78 @@ def newest(folder: Path) -> list[Path]:
     return sorted((folder / CHECKPOINTS).glob("step-*[0-9]"), key=lambda path: int(path.name[5:]), reverse=True)
 
 
-def save_checkpoint(folder: Path, step: int, write: Callable[[Path], State], keep: int, ranks: Ranks = ALONE) -> Path:
-    """Write the checkpoint of `step`, and remove all but the `keep` newest ones. All processes call it.
+class CheckpointWriter:
+    """Writes the checkpoints of a run, one after another, and keeps the `keep` newest. All processes call its methods.
 
-    `write` writes this process's files into the given folder, and returns plain values; those of the first process are
-    the state. Their "digests" may have those of its files, which are read for theirs otherwise.
+    Parts of tensors are written in the background.
     """
-    final = folder / CHECKPOINTS / f"step-{step:08d}"
-    if ranks.from_first(final.exists):
-        return final
-    temporary = final.with_name(final.name + _TEMPORARY)
-    ranks.from_first(lambda: temporary.mkdir(parents=True))
 
-    def finish(known: Mapping[str, str]) -> None:
-        names = sorted(path.name for path in temporary.iterdir())
-        state["files"] = {name: known.get(name) or file_digest(temporary / name) for name in names}
-        write_json(temporary / STATE, {"sha256": _sha256(state), "state": state})
-        temporary.rename(final)
+    def __init__(self, folder: Path, keep: int, ranks: Ranks = ALONE) -> None:
+        self._folder, self._keep, self._ranks = folder / CHECKPOINTS, keep, ranks
+        self._begun: tuple[Path, State, Future[Digests] | None] | None = None
 
-    try:
-        with ranks.together():
-            state = {"step": step, **write(temporary)}
-        digests = ranks.gather(state.pop("digests", {}))
-        ranks.from_first(lambda: finish({name: own[name] for own in digests for name in own}))
-    except BaseException:
-        if ranks.first:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    ranks.from_first(lambda: _remove_old(folder, keep))
-    return final
+    @property
+    def written(self) -> bool:
+        """Whether this process has written its files of a checkpoint that is to be finished."""
+        return self._begun is not None and self._begun[2] is not None and self._begun[2].done()
+
+    def begin(self, step: int, write: Callable[[Path], tuple[State, Future[Digests] | None]]) -> None:
+        """Write the checkpoint of `step`, unless it exists; the one before it is finished first.
+
+        `write` writes this process's files into the given folder. It returns plain values, of which those of the first
+        process are saved, and the digests to come of files that are written in the background.
+        """
+        self.finish()
+        final = self._folder / f"step-{step:08d}"
+        if self._ranks.from_first(final.exists):
+            return
+        self._ranks.from_first(lambda: _temporary(final).mkdir(parents=True))
+        with self._removing(final), self._ranks.together():
+            values, digests = write(_temporary(final))
+        self._begun = final, {"step": step, **values}, digests
+        if digests is None:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for what is written in the background; then the checkpoint exists."""
+        if self._begun is None:
+            return
+        (final, state, digests), self._begun = self._begun, None
+        with self._removing(final):
+            with self._ranks.together():
+                own = {} if digests is None else digests.result()
+            known = {name: every[name] for every in self._ranks.gather(own) for name in every}
+            self._ranks.from_first(lambda: _publish(final, state, known))
+        self._ranks.from_first(self._remove_old)
+
+    @contextlib.contextmanager
+    def _removing(self, final: Path) -> Iterator[None]:
+        """Remove a checkpoint that fails."""
+        try:
+            yield
+        except BaseException:
+            if self._ranks.first:
+                shutil.rmtree(_temporary(final), ignore_errors=True)
+            raise
+
+    def _remove_old(self) -> None:
+        for old in newest(self._folder.parent)[self._keep :]:
+            gone = _temporary(old)  # an incomplete checkpoint never has the name of a complete one
+            old.rename(gone)
+            shutil.rmtree(gone)
 
 
-def _remove_old(folder: Path, keep: int) -> None:
-    for old in newest(folder)[keep:]:
-        gone = old.with_name(old.name + _TEMPORARY)  # an incomplete checkpoint never has the name of a complete one
-        old.rename(gone)
-        shutil.rmtree(gone)
+def _temporary(final: Path) -> Path:
+    return final.with_name(final.name + _TEMPORARY)
+
+
+def _publish(final: Path, state: State, known: Digests) -> None:
+    """Write the state with the digests of all files, and give the checkpoint its name."""
+    folder = _temporary(final)
+    names = sorted(path.name for path in folder.iterdir())
+    state["files"] = {name: known.get(name) or file_digest(folder / name) for name in names}
+    write_json(folder / STATE, {"sha256": _sha256(state), "state": state})
+    folder.rename(final)
 
 
 def load_checkpoint(path: Path, ranks: Ranks = ALONE) -> State:
@@ -134,17 +172,15 @@ def is_sharded(folder: Path) -> bool:
     return any(folder.glob("shard-*.safetensors"))
 
 
-def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Write this process's parts of tensors into a folder; return the digest of its file. All processes call it.
+def write_shards(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> Future[Digests]:
+    """Copy this process's parts of tensors, and write the copies in the background; return the digest of its file.
 
-    Raises:
-        OSError: a process cannot write, because of a full disk for example.
+    All processes call it. The result is an OSError if a process cannot write, because of a full disk for example.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
+    from torch.distributed.checkpoint.state_dict_saver import async_save
 
-    digests = {}
+    digests: Digests = {}
 
     @contextlib.contextmanager
     def create_stream(path: Path, _: str) -> Iterator[BufferedWriter]:
@@ -154,11 +190,17 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
     storage = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     storage.fs.create_stream = create_stream  # type: ignore[assignment, method-assign]
-    try:
-        save(dict(tensors), storage_writer=storage)
-    except CheckpointException as error:
-        raise OSError(f"cannot write {str(folder)!r}: {_first(error)}") from None
-    return digests
+    told: Future[Digests] = Future()
+
+    def tell(saving: Any) -> None:
+        if (error := saving.exception()) is None:
+            told.set_result(digests)
+        else:
+            told.set_exception(OSError(f"cannot write {str(folder)!r}: {_first(error)}"))
+
+    saving = async_save(dict(tensors), storage_writer=storage, process_group=ranks.background)
+    cast("Future[Any]", saving).add_done_callback(tell)  # the tensors are copied by now
+    return told
 
 
 class _HashingFile(BufferedWriter):
@@ -194,7 +236,7 @@ def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         raise ValueError(f"{str(folder)!r} does not fit its model: {_first(error)}") from None
 
 
-def _first(error: Any) -> BaseException:
-    """Return the first failure in a CheckpointException."""
-    failure: BaseException = next(iter(error.failures.values()))[0]
-    return failure
+def _first(error: BaseException) -> BaseException:
+    """Return the first failure in a CheckpointException; another error is returned as it is."""
+    failures = getattr(error, "failures", None)
+    return next(iter(failures.values()))[0] if failures else error

@@ -9,14 +9,15 @@ model.safetensors, tokenizer.json, result.json        of the finished run
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from symexplin.lab.checkpoint import newest, save_checkpoint, tidy
+from symexplin.lab.checkpoint import CheckpointWriter, Digests, State, newest, tidy
 from symexplin.lab.compare.grid import LABELS
 from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.data.batches import Corpus
@@ -178,6 +179,8 @@ class _Run:
         self.ranks, self.echo, self.seconds = ranks, echo, 0.0
         self._tokens_per_step = self.config.train.batch_size * self.config.model.context
         self._since = (0, 0.0)  # step and seconds at the last line of timing.jsonl
+        self._signals: Sequence[float] = (0,)  # of all processes, at the last update
+        self._checkpoints = CheckpointWriter(folder, self.config.log.keep, ranks)
 
     def go(self) -> dict[str, Any]:
         """Train to the end, from the newest checkpoint if there is one."""
@@ -201,15 +204,17 @@ class _Run:
             place = self.folder if self.ranks.first else None
             recorder = Recorder(place, self.config.log.tensorboard, self.trainer.step, lengths)
         with recorder as self.recorder, StopSignals() as stop, bar:
-            self.trainer.signals = stop
+            self.trainer.ask = lambda: (stop.signal or 0, self._checkpoints.written)
             try:
                 if newest_one is None:
                     self._evaluate()
                 while self.trainer.step < steps:
                     self._check_signal(stop)
                     self._update(bar, stop)
+                self._checkpoints.finish()
             except NonFiniteError as error:
                 text = str(error)
+                self._checkpoints.finish()
                 before = self.ranks.from_first(lambda: self._broke(text))
                 raise NonFiniteError(f"{text}; --resume continues {before}") from None
         plain = self.trainer.plain_model()
@@ -217,8 +222,10 @@ class _Run:
 
     def _check_signal(self, stop: StopSignals) -> None:
         """Save and raise Stopped if a signal has reached any process: it may reach them at different times."""
-        if agreed := stop.signal if self.ranks.size == 1 else self.trainer.stopped_by:
-            path = self._checkpoint()
+        if agreed := int(max(self._signals)) if self.ranks.size > 1 else stop.signal:
+            self._checkpoint()
+            self._checkpoints.finish()
+            path = newest(self.folder)[0]
             raise Stopped(agreed, f"after step {self.trainer.step}, saved in {path}; --resume continues from there")
 
     def _update(self, bar: Any, stop: StopSignals) -> None:
@@ -233,6 +240,9 @@ class _Run:
             # Ctrl-C may have killed a compiler, too.
             raise stop.stopped(f"during step {trainer.step + 1}; --resume continues {self._newest()}") from None
         self.seconds += time.perf_counter() - start
+        self._signals, written = trainer.answers
+        if all(written):
+            self._checkpoints.finish()
         self.recorder.update(trainer.step, record, trainer.step * self._tokens_per_step)
         bar.set_postfix({"loss": f"{record['loss']:.3f}"}, refresh=False)
         bar.update()
@@ -255,11 +265,12 @@ class _Run:
         used = f"{timing['memory_bytes'] / 2**20:,.0f} MiB"
         self.echo(f"train: step {step}/{self.config.train.steps}, loss {loss:.4f}{pace}, {used}")
 
-    def _checkpoint(self) -> Path:
-        def write(to: Path) -> dict[str, Any]:
-            return {**self.trainer.save(to), "lengths": self.recorder.sync(), "seconds": self.seconds}
+    def _checkpoint(self) -> None:
+        def write(to: Path) -> tuple[State, Future[Digests] | None]:
+            values, digests = self.trainer.save(to)
+            return {**values, "lengths": self.recorder.sync(), "seconds": self.seconds}, digests
 
-        return save_checkpoint(self.folder, self.trainer.step, write, self.config.log.keep, self.ranks)
+        self._checkpoints.begin(self.trainer.step, write)
 
     def _broke(self, error: str) -> str:
         """Record the error that ended the run; return the checkpoint to resume from."""

@@ -4,7 +4,8 @@ import contextlib
 import copy
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,13 +14,13 @@ from torch import Tensor, nn
 
 import symexplin as sel
 from symexplin.lab.build import build, build_model, clear_gradients
+from symexplin.lab.checkpoint import Digests, State
 from symexplin.lab.config import RunConfig, TrainConfig
-from symexplin.lab.data.batches import BatchLoader, Corpus, eval_batches
+from symexplin.lab.data.batches import Batch, BatchLoader, Corpus, Prefetched, eval_batches
 from symexplin.lab.evaluate import evaluate
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks
-from symexplin.lab.process import StopSignals
 from symexplin.lab.weights import (
     MODEL,
     OPTIMIZER,
@@ -56,16 +57,18 @@ class Trainer:
 
     Batches, learning rates and evaluations are functions of the configuration and the step, so the state to keep is
     that of the model and of the optimizer alone. The configuration is complete (:func:`symexplin.lab.config.resolve`).
-    Several processes compute each batch together, and all call every method. `stopped_by` is the number of a signal
-    that has reached one of them before the end of the last update, else 0: of `signals`, if the caller sets them.
+    Several processes compute each batch together, and all call every method. With the loss of an update they exchange
+    the numbers that `ask` returns, which the caller may set: `answers` has for each of them those of all processes.
     """
 
     def __init__(self, config: RunConfig, corpus: Corpus, ranks: Ranks = ALONE) -> None:
         context, train = config.model.context, config.train
         self.config, self._ranks = config, ranks
-        self.signals, self.stopped_by = StopSignals(), 0
+        self.ask: Callable[[], Sequence[float]] = tuple
+        self.answers: list[tuple[float, ...]] = []
         with ranks.together():  # an error must reach all processes before the next collective operation
-            self._batches = BatchLoader(corpus.train, context, train.batch_size, train.seed)
+            self._loader = BatchLoader(corpus.train, context, train.batch_size, train.seed)
+            self._batches = Prefetched(self._load)
             rows = train.batch_size // train.accumulation
             self._held_out = eval_batches(corpus.valid, context, rows, train.eval_batches * train.accumulation)
             self.model, self.optimizer, self._clip = build(config, ranks)
@@ -111,23 +114,30 @@ class Trainer:
 
     def _backward(self) -> float:
         """Compute the gradients of the next batch, this process's rows of each microbatch, and return its loss."""
-        device, accumulation = self._device, self.config.train.accumulation
-        size = self.config.train.batch_size // accumulation
-        rows = self._ranks.rows(size)
-        losses = []
-        for start in range(0, size * accumulation, size):
-            batch = self._batches.batch(self.step, slice(start + rows.start, start + rows.stop))
+        device, losses = self._device, []
+        batches = self._batches(self.step)
+        for place, batch in enumerate(batches, start=1):
             # The last part exchanges whole gradients; sharded ones never wait whole for it.
-            waits = start < size * (accumulation - 1) and isinstance(self._trained, nn.parallel.DistributedDataParallel)
+            waits = place < len(batches) and isinstance(self._trained, nn.parallel.DistributedDataParallel)
             with self._trained.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
                 with torch.autocast(device.type, torch.bfloat16, enabled=self._autocast):
-                    part: Tensor = self._trained(*(tokens.to(device) for tokens in batch)) / accumulation
+                    inputs = (tokens.to(device, non_blocking=True) for tokens in batch)
+                    part: Tensor = self._trained(*inputs) / len(batches)
                 part.backward()  # type: ignore[no-untyped-call]
             losses.append(part.detach())
         loss = sum(torch.stack(losses).tolist())  # the only synchronisation with the device per step
-        shares, signals = self._ranks.columns(loss, self.signals.signal or 0)
-        self.stopped_by = int(max(signals))
+        shares, *self.answers = self._ranks.columns(loss, *self.ask())
         return sum(shares) / self._ranks.size
+
+    def _load(self, step: int) -> list[Batch]:
+        """Return the microbatches of a step, this process's rows of each, in memory that a GPU copies directly."""
+        accumulation = self.config.train.accumulation
+        size = self.config.train.batch_size // accumulation
+        rows, batches = self._ranks.rows(size), []
+        for start in range(0, size * accumulation, size):
+            batch = self._loader.batch(step, slice(start + rows.start, start + rows.stop))
+            batches.append((batch[0].pin_memory(), batch[1].pin_memory()) if self._device.type == "cuda" else batch)
+        return batches
 
     def evaluate(self) -> float:
         """Return the mean loss on the held-out batches, in nats per token."""
@@ -160,16 +170,19 @@ class Trainer:
             return model
         return cast(Transformer, sel.fold(copy.deepcopy(model)))
 
-    def save(self, folder: Path) -> dict[str, Any]:
-        """Write model and optimizer into a folder, sharded ones in parts; return values for a checkpoint's state."""
+    def save(self, folder: Path) -> tuple[State, Future[Digests] | None]:
+        """Write model and optimizer into a folder, sharded ones in parts and in the background.
+
+        Return values for a checkpoint's state, and the digests to come of files in parts.
+        """
         curve = map_of(self.config.sel, self.config.model.width)
         if self._sharded:
-            return save_sharded(self.model, self.optimizer, folder, curve)
+            return save_sharded(self.model, self.optimizer, folder, curve, self._ranks)
         state, rest = split_optimizer(self.optimizer)
         if self._ranks.first:
             save_model(self.model, folder / MODEL, curve)
             write_tensors(folder / OPTIMIZER, state)
-        return {"optimizer": rest}
+        return {"optimizer": rest}, None
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Continue from what :meth:`save` wrote."""

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from torch import Tensor
 from symexplin.config import SELConfig
 from symexplin.lab.checkpoint import (
     STATE,
+    Digests,
+    State,
     is_sharded,
     load_checkpoint,
     newest_intact,
@@ -29,7 +32,7 @@ from symexplin.lab.data.tokenizer import Tokenizer
 from symexplin.lab.files import file_digest, read_json, replacing
 from symexplin.lab.folders import FACTS, RESULT, TOKENIZER
 from symexplin.lab.model import ModelConfig, Transformer
-from symexplin.lab.parallel import placed
+from symexplin.lab.parallel import Ranks, placed
 from symexplin.modules import convert, fold
 from symexplin.validation import naming
 
@@ -342,11 +345,14 @@ def _read_state(folder: Path, parameters: Sequence[Tensor]) -> Iterator[tuple[st
 
 
 def save_sharded(
-    model: Transformer, optimizer: torch.optim.Optimizer, folder: Path, curve: SELConfig | None
-) -> dict[str, Any]:
-    """Write this process's parts of a sharded model and of its optimizer's state; return values for the state."""
+    model: Transformer, optimizer: torch.optim.Optimizer, folder: Path, curve: SELConfig | None, ranks: Ranks
+) -> tuple[State, Future[Digests]]:
+    """Write this process's parts of a sharded model and of its optimizer's state in the background.
+
+    Return values for the state, and the digests of files (:func:`write_shards`).
+    """
     state, rest = split_optimizer(optimizer)
     tensors = {_WEIGHTS + name: tensor for name, tensor in _untied(model).items()}
     tensors |= {_OF_OPTIMIZER + name: tensor for name, tensor in state.items()}
     header = json.loads(map_entry(curve, config=dataclasses.asdict(model.config))[_ENTRY])
-    return {"optimizer": rest, "header": header, "digests": write_shards(folder, tensors)}
+    return {"optimizer": rest, "header": header}, write_shards(folder, tensors, ranks)

@@ -1,6 +1,7 @@
 import dataclasses
 import hashlib
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from corpora import in_memory, prepared
 from symexplin.lab.data import batches as module
-from symexplin.lab.data.batches import BatchLoader, Corpus, eval_batches, read_tokens
+from symexplin.lab.data.batches import BatchLoader, Corpus, Prefetched, eval_batches, read_tokens
 from symexplin.lab.data.prepare import write_tokens
 from symexplin.lab.data.tokenizer import train_bpe
 
@@ -124,3 +125,20 @@ def test_a_process_reads_its_rows_alone_of_the_same_batch():
     for part, whole in zip(watched.batch(5, slice(2, 4)), loader.batch(5), strict=True):
         assert torch.equal(part, whole[2:4])
     assert [index.shape for index in read] == [(2, 11)]
+
+
+def test_the_batches_of_the_next_step_are_read_meanwhile_and_an_error_comes_with_its_step():
+    began = [threading.Event() for _ in range(9)]
+
+    def load(step):
+        began[step].set()
+        if step == 4:
+            raise OSError("gone")
+        return step
+
+    batches = Prefetched(load)
+    for step in (0, 1, 1, 7, 3):  # a resumed run may ask for a step twice, or for another one
+        assert batches(step) == step
+        assert began[step + 1].wait(timeout=10)
+    with pytest.raises(OSError, match="gone"):
+        batches(4)

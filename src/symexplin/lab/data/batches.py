@@ -7,6 +7,8 @@ train.npy, valid.npy  the tokens, one `numpy` array per side
 
 import contextlib
 import hashlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
@@ -20,8 +22,8 @@ from symexplin.lab.data.tokenizer import TokenArray, Tokenizer
 from symexplin.lab.files import read_json, replace_file
 
 __all__ = [
-    *("DATASET", "SIDES", "TOKENIZER"),
-    *("BatchLoader", "Corpus", "eval_batches", "read_dataset", "read_tokens"),
+    *("DATASET", "SIDES", "TOKENIZER", "Batch"),
+    *("BatchLoader", "Corpus", "Prefetched", "eval_batches", "read_dataset", "read_tokens"),
 ]
 
 DATASET, TOKENIZER = "dataset.json", "tokenizer.json"
@@ -140,6 +142,23 @@ class BatchLoader:
         random = np.random.default_rng([self.seed, step])
         starts = random.integers(0, len(self.tokens) - self.context, size=self.batch_size)
         return _windows(self.tokens, starts[rows], self.context)
+
+
+class Prefetched:
+    """The batches of one step after another: `load` reads those of the next step while the caller uses a step's.
+
+    It runs in a thread of its own. An error of `load` is raised by the call that asks for its step.
+    """
+
+    def __init__(self, load: Callable[[int], list[Batch]]) -> None:
+        self._load, self._thread = load, ThreadPoolExecutor(max_workers=1)
+        self._next: tuple[int, Future[list[Batch]]] | None = None
+
+    def __call__(self, step: int) -> list[Batch]:
+        """Return the batches of a step."""
+        ready = self._next[1].result() if self._next is not None and self._next[0] == step else self._load(step)
+        self._next = step + 1, self._thread.submit(self._load, step + 1)
+        return ready
 
 
 def eval_batches(tokens: TokenArray, context: int, batch_size: int, count: int) -> list[Batch]:
