@@ -13,6 +13,9 @@ from corpora import prepared
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Scripts for several processes: every worker would import what they train with.
+collect_ignore = ["accelerate_cpu.py", "lightning_sharded.py"]
+
 # Whose tests are also run in other states of the process, with the first case of each.
 _IN_STATES = (
     *("test_closed", "test_curve", "test_functional", "test_init", "test_inverse", "test_modules", "test_rounding"),
