@@ -12,7 +12,6 @@ import functools
 import math
 import re
 import sys
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,7 +38,6 @@ TEXTS = {  # by the start of the data's fingerprint
     "3743d9e4": "technical English, BPE of 4,096",
 }
 DIVERGED = "diverged"
-PAPER_LR = 3e-4
 FRESH = 10  # seeds from this one on had no part in a choice
 
 
@@ -90,12 +88,8 @@ def in_seeds(count: int) -> str:
 
 
 def chose(comparison: Comparison) -> set[int]:
-    """Return the seeds that chose the learning rates: the baseline ran at more than one, besides the paper's 3e-4.
-
-    A second stage trains the baseline at its best rate alone.
-    """
-    tried = {(run.seed, run.lr) for run in comparison.runs if run.variant == comparison.baseline}
-    return {seed for seed, count in Counter(seed for seed, lr in tried if lr != PAPER_LR).items() if count > 1}
+    """Return the seeds that chose the learning rates."""
+    return {*comparison.seeds} - {*comparison.confirm_seeds}
 
 
 def chosen_by(comparison: Comparison) -> str:
