@@ -132,6 +132,20 @@ def test_scales_count_their_own_updates_after_a_switch(dtype):
     assert moved.median() == pytest.approx(group["lr"] * group["k_e"][0], rel=1e-3)
 
 
+def test_an_optimizer_tells_the_steps_before_a_switch_and_before_a_restart():
+    model = network()
+    adamw = adamw_of(model)
+    train(model, adamw, 3)
+    optimizer = fresh(model)
+    assert "; 0 steps taken\n" in repr(optimizer)
+    sel.from_adamw(optimizer, adamw)
+    assert "; 0 steps taken, 3 before\n" in repr(optimizer)
+    train(model, optimizer, 2)
+    assert "; 2 steps taken, 3 before\n" in repr(optimizer)
+    optimizer.set_total_steps(9, restart=True)
+    assert "; 0 steps taken, 5 before\n" in repr(optimizer)
+
+
 SCHEDULES = {
     "chained": lambda optimizer: lr_scheduler.ChainedScheduler(
         [lr_scheduler.ExponentialLR(optimizer, 0.9), lr_scheduler.ConstantLR(optimizer, 0.5, 5)]

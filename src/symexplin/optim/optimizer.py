@@ -246,6 +246,8 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         """Return the map, the groups with their rates and the settings in a few lines.
 
+        Steps "before" are those before a switch from AdamW or a restart of the annealing.
+
         >>> import symexplin as sel
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
         >>> sel.SELAdamW(model, lr=1e-3, config=sel.preset("exp_only", m=sel.Scale()), total_steps=100)
@@ -259,7 +261,9 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         first = self.param_groups[0]
         settings = {key: first[key] for key in self.defaults if key in first and key not in _SHOWN}
         last = ", ".join(f"{key} {value}" for key, value in settings.items() if _USUAL.get(key, ()) != value)
-        lines = [*map_lines(self.param_groups), *map(_line, self.param_groups), f"{last}; {self._steps()} steps taken"]
+        before = max((int(state.get("step", 0)) for state in self.state.values()), default=0) - self._steps()
+        taken = f"{self._steps()} steps taken" + (f", {before} before" if before > 0 else "")
+        lines = [*map_lines(self.param_groups), *map(_line, self.param_groups), f"{last}; {taken}"]
         return "\n".join([f"{type(self).__name__}(", *(f"  {line}" for line in lines), ")"])
 
     def _forget(self) -> None:
