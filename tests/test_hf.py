@@ -3,6 +3,7 @@
 import contextlib
 import fnmatch
 import functools
+import inspect
 import json
 import logging
 import types
@@ -194,6 +195,23 @@ REFUSED = [  # arguments of setup, and what its error says
 def test_setup_refuses_what_could_not_train(given, message, tmp_path):
     with pytest.raises((ValueError, TypeError), match=message):
         sel.hf.setup(arguments(tmp_path), **given)
+
+
+def test_setup_refuses_a_wrong_type_of_every_option_by_its_name(tmp_path):
+    """So that no run ends at the start of training, on a machine that was waited for."""
+    before = torch.get_rng_state()
+    names = {*inspect.signature(sel.SELAdamW).parameters, *inspect.signature(sel.hf.setup).parameters}
+    for name in names - {"params", "others", "kwargs", "args"}:
+        wrong = [object(), "some"] + [{"*": "some"}, [1e-3]] * (name in ("lr", "weight_decay"))
+        for value in wrong:
+            with pytest.raises(ValueError, match=f"^{name} "):
+                sel.hf.setup(arguments(tmp_path), **{name: value})
+    for given in ({"betas": 0.9}, {"eps": -1.0}, {"lr": {"*": -1.0}}, {"weight_decay": -0.1}, {"no_decay": [0]}):
+        with pytest.raises(ValueError, match=f"^{next(iter(given))} "):
+            sel.hf.setup(arguments(tmp_path), **given)
+    with pytest.raises(ValueError, match=r"^betas .*0\.9$"):
+        sel.hf.setup(arguments(tmp_path), optimizer=functools.partial(sel.SELAdamW, betas=0.9))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_setup_refuses_other_arguments_than_the_trainers(tmp_path):

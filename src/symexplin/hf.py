@@ -23,7 +23,8 @@ from symexplin.config import SELConfig, check_config
 from symexplin.optim import RawSpaceOptimizer, SELAdamW, param_groups, stats
 from symexplin.optim.checks import argument_names, check_arguments
 from symexplin.optim.optimizer import map_lines
-from symexplin.routes import routing
+from symexplin.routes import check_no_decay, routing
+from symexplin.validation import check_not_negative
 
 __all__ = ["OptimizerFactory", "SELCallback", "setup"]
 
@@ -67,8 +68,8 @@ def setup(
 
     Raises:
         TypeError: an argument that the class `optimizer` does not have.
-        ValueError: `args`, `optimizer` or `callbacks` of another type, another optimizer in `args.optim`, or an
-            argument that the Trainer decides, `max_grad_norm` or `total_steps`. At the start of training: a Trainer
+        ValueError: an argument of another type or out of range, another optimizer in `args.optim`, or an argument that
+            the Trainer decides, `max_grad_norm` or `total_steps`. At the start of training: a Trainer
             with other arguments; DeepSpeed or FSDP1, which flatten parameters; the errors of
             :func:`symexplin.param_groups`.
 
@@ -89,6 +90,8 @@ def setup(
     if not isinstance(callbacks, list | tuple):
         raise ValueError(f"callbacks must be a list, got {type(callbacks).__name__}")
     _check_optimizer(optimizer, kwargs)
+    if no_decay is not None:
+        check_no_decay(no_decay)
     args = copy.copy(args)
     details = {"args": args, "config": None if config is None else check_config(config), "optimizer": optimizer}
     options = {key: _own(value) for key, value in kwargs.items()}
@@ -216,6 +219,18 @@ def _check_optimizer(optimizer: Any, options: Mapping[str, Any]) -> None:
         if issubclass(kind, SELAdamW) or not takes_any:
             known = argument_names(kind) if takes_any else parameters.keys()
             check_arguments(kind, {name: value for name, value in options.items() if name not in known})
+    _check_values(kind, options)
+
+
+def _check_values(kind: Any, options: Mapping[str, Any]) -> None:
+    """Refuse values that are wrong for every model. Those of another class or function are its own to check."""
+    own = dict(options)
+    for name in ("lr", "weight_decay"):
+        rate = own.pop(name, 0.0)
+        for one in rate.values() if isinstance(rate, Mapping) else (rate,):
+            check_not_negative(name, one)
+    if kind is SELAdamW:
+        SELAdamW(param_groups(nn.Linear(1, 1, device="meta", dtype=torch.float32)), **own)
 
 
 def _check_class(kind: type, bound: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
-__all__ = ["by_name", "check_patterns", "first_match"]
+__all__ = ["as_patterns", "by_name", "check_patterns", "first_match"]
 
 T = TypeVar("T")
 
@@ -18,11 +18,17 @@ def first_match(names: Iterable[str], patterns: Iterable[str]) -> str | None:
     return next((p for p in patterns for name in names if fnmatch.fnmatchcase(name, p)), None)
 
 
-def check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str]) -> tuple[str, ...]:
-    """Return the patterns; refuse what is no sequence of patterns, and one that matches none of the `names`."""
+def as_patterns(argument: str, patterns: Iterable[str]) -> tuple[str, ...]:
+    """Return the patterns; refuse what is no sequence of patterns."""
     sequence = tuple(patterns) if isinstance(patterns, Iterable) else (patterns,)
     if not all(isinstance(pattern, str) for pattern in sequence):
         raise ValueError(f"{argument} must have names or patterns of parameters, got {patterns!r}")
+    return sequence
+
+
+def check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str]) -> tuple[str, ...]:
+    """Return the patterns; refuse also one that matches none of the `names`."""
+    sequence = as_patterns(argument, patterns)
     for pattern in sequence:
         if first_match(names, [pattern]) is None:
             raise ValueError(

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from symexplin.config import SELConfig, check_config
 from symexplin.curve import CurvedBase, Map, fans, is_weight
 from symexplin.heads import plain_parameters
-from symexplin.patterns import by_name, check_patterns, first_match
+from symexplin.patterns import as_patterns, by_name, check_patterns, first_match
 from symexplin.transform import check_invertible
 from symexplin.validation import check_not_negative, plain
 
-__all__ = ["Rate", "Route", "Routing", "check_model", "check_values", "frozen_layers", "routing"]
+__all__ = ["Rate", "Route", "Routing", "check_model", "check_no_decay", "check_values", "frozen_layers", "routing"]
 
 Rate = float | Tensor | Mapping[str, float]  # a number, or numbers by name pattern
 _INSIDE = "curved in its module"
@@ -125,6 +125,15 @@ def check_values(table: Routing) -> None:
             )
 
 
+def check_no_decay(no_decay: Sequence[str] | str) -> tuple[str, ...] | str:
+    """Return name patterns of parameters without weight decay, or the word for them."""
+    if not isinstance(no_decay, str):
+        return as_patterns("no_decay", no_decay or ())
+    if no_decay not in ("usual", "vectors"):
+        raise ValueError(f"no_decay must be a sequence of patterns, 'usual' or 'vectors', got the string {no_decay!r}")
+    return no_decay
+
+
 def frozen_layers(model: nn.Module) -> list[str]:
     """Return the names of the parameters that would be curved if they were not frozen."""
     candidates = _candidates(model)
@@ -183,10 +192,8 @@ def routing(
     known = [name for aliases in names.values() for name in aliases]
     check_patterns("include", config.include, known)
     check_patterns("exclude", config.exclude, known)
-    if not isinstance(no_decay, str):
-        no_decay = check_patterns("no_decay", no_decay or (), own)
-    elif no_decay not in ("usual", "vectors"):
-        raise ValueError(f"no_decay must be a sequence of patterns, 'usual' or 'vectors', got the string {no_decay!r}")
+    if not isinstance(no_decay := check_no_decay(no_decay), str):
+        check_patterns("no_decay", no_decay, own)
     rates, decays = _rates("lr", lr, own), _rates("weight_decay", weight_decay, own)
     candidates = _candidates(whole)
     routes = []
