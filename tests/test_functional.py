@@ -117,10 +117,14 @@ def test_bad_arguments_are_named(function):
         ({"curvature": "absorb"}, "curvature .*'absorb'.*'absorbed'"),
         ({"beta_tilde": 7.5}, "beta_tilde .*curvature='fixed' and beta_tilde=a value"),
         ({"curvature": "absorbed"}, "beta_tilde .*curvature='absorbed' and beta_tilde=None"),
+        ({"normalize": "no"}, "normalize .*'no'"),
     ]
     for changes, message in cases:
         with pytest.raises(ValueError, match=message):
             function(torch.ones(2), **{"beta": 7.5} | changes)
+    for wrong, got in ((None, "NoneType"), ([0.1], "list"), (torch.ones(2, dtype=torch.complex64), "torch.complex64")):
+        with pytest.raises(ValueError, match=f"^[wt] must be a tensor of real numbers, got {got}$"):
+            function(wrong, beta=7.5)
 
 
 def test_bad_numbers_of_annealing_and_of_beta_are_named():
@@ -128,6 +132,8 @@ def test_bad_numbers_of_annealing_and_of_beta_are_named():
         (anneal, (0, None, 50.0, 8.0), "total .* got None"),
         (anneal, (0, -5, 50.0, 8.0), "total .* got -5"),
         (anneal, (-1, 10, 50.0, 8.0), "step .* got -1"),
+        (anneal, ("1", 10, 50.0, 8.0), "step .* got '1'"),
+        (anneal, (1, math.nan, 50.0, 8.0), "total .* got nan"),
         (anneal, (0, 10, 0.0, 8.0), "k0 .* got 0.0"),
         (anneal, (0, 10, 50.0, math.inf), "k1 .* got inf"),
         (beta_for, (0.0,), "std must be"),

@@ -331,6 +331,8 @@ class SELConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Return the configuration that :meth:`to_dict` wrote; missing keys take their defaults."""
+        if not isinstance(values, Mapping):
+            raise ValueError(f"values must be a dictionary, got {values!r}")
         names = [f.name for f in dataclasses.fields(cls)]
         for key in values:
             check_choice("key", key, names)

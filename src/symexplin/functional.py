@@ -10,7 +10,7 @@ from torch import Tensor
 from symexplin.config import BETA_AT_1024, CURVATURES, MODES, auto_beta
 from symexplin.modes import DEFINITIONS, Formula, Function, Scales, Value
 from symexplin.transform import ROLES, compute_dtype, forward, invert, pullback
-from symexplin.validation import check_choice, check_positive
+from symexplin.validation import check_choice, check_flag, check_not_negative, check_positive
 
 __all__ = ["Scales", "anneal", "auto_beta", "beta_for", "effective", "inverse", "register_mode"]
 
@@ -52,12 +52,20 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) else value
 
 
+def _check_tensor(name: str, value: object) -> None:
+    """Refuse what is no tensor, and complex numbers, which would lose their imaginary part."""
+    if not isinstance(value, Tensor) or value.is_complex():
+        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{name} must be a tensor of real numbers, got {got}")
+
+
 def _curvature(
     mode: str, beta: float, m: Value, curvature: str, beta_tilde: Value | None, normalize: bool
 ) -> tuple[Value, float | None]:
     """Check the choices and return kappa and the normalizer (paper, Eq. 4)."""
     check_choice("mode", mode, MODES)
     check_choice("curvature", curvature, CURVATURES)
+    check_flag("normalize", normalize)
     beta = check_positive("beta", beta)
     if (curvature == "absorbed") != (beta_tilde is not None):
         raise ValueError(
@@ -106,7 +114,8 @@ def effective(
         (8 + 4 kappa |w|) units of rounding of |s| times the sum of the absolute terms, plus |delta|.
 
     Raises:
-        ValueError: beta is not a positive number, an unknown mode or curvature, or a misplaced beta_tilde.
+        ValueError: w is no tensor of real numbers, beta is not a positive number, normalize is not True or False, an
+            unknown mode or curvature, or a misplaced beta_tilde.
 
     >>> w = torch.tensor([-0.1, 0.0, 0.1], requires_grad=True)
     >>> effective(w, beta=7.5)
@@ -114,6 +123,7 @@ def effective(
     >>> effective(w, beta=7.5, mode="mismatch")
     tensor([-0.1356,  0.0000,  0.1623], grad_fn=<_EffectiveBackward>)
     """
+    _check_tensor("w", w)
     dtype = compute_dtype(w, e, l, m, beta_tilde, n, s, delta)
     kappa, normalizer = _curvature(mode, beta, _cast(m, dtype), curvature, beta_tilde, normalize)
     values = (_cast(v, dtype) for v in (w, e, l, kappa, n, s, delta))
@@ -155,6 +165,7 @@ def inverse(
     >>> bool((back - t).abs().max() < 1e-14)
     True
     """
+    _check_tensor("t", t)
     kappa, normalizer = _curvature(mode, beta, _cast(m, torch.float64), curvature, beta_tilde, normalize)
     return invert(mode, t, Scales(normalizer, e, l, kappa, n, s))
 
@@ -230,12 +241,12 @@ def anneal(step: int, total: int | None, k0: float, k1: float) -> float:
     [50.0, 20.0, 8.0, 8.0]
     """
     k0, k1 = check_positive("k0", k0), check_positive("k1", k1)
-    if step < 0:
-        raise ValueError(f"step must not be negative, got {step}")
+    check_not_negative("step", step)
     if k0 == k1:
         return k0
-    if total is None or total <= 0:
-        raise ValueError(f"total must be the number of annealing steps (> 0) when k0 != k1, got {total}")
+    if total is None:
+        raise ValueError("total must be the number of annealing steps when k0 != k1, got None")
+    check_positive("total", total)
     if step >= total:  # exactly k1, without the rounding of exp(log())
         return k1
     return k0 * math.exp(0.5 * math.log(k1 / k0) * (1.0 - math.cos(math.pi * step / total)))

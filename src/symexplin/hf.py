@@ -90,14 +90,13 @@ def setup(
     if not isinstance(callbacks, list | tuple):
         raise ValueError(f"callbacks must be a list, got {type(callbacks).__name__}")
     _check_optimizer(optimizer, kwargs)
-    if no_decay is not None:
-        check_no_decay(no_decay)
+    no_decay = None if no_decay is None else check_no_decay(no_decay)
     args = copy.copy(args)
     details = {"args": args, "config": None if config is None else check_config(config), "optimizer": optimizer}
     options = {key: _own(value) for key, value in kwargs.items()}
     return {
         "args": args,
-        "optimizer_cls_and_kwargs": (OptimizerFactory, {**details, "no_decay": _own(no_decay), "options": options}),
+        "optimizer_cls_and_kwargs": (OptimizerFactory, {**details, "no_decay": no_decay, "options": options}),
         "callbacks": _FirstBeforeDefaults([SELCallback(args), *callbacks]),
     }
 

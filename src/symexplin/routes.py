@@ -109,10 +109,10 @@ class _Candidate:
     decays: bool = True  # False for scales of a converted layer that shape the map
 
 
-def check_model(model: object) -> None:
+def check_model(model: object, name: str = "model") -> None:
     """Raise ValueError for parameters or anything else that is no module."""
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
+        raise ValueError(f"{name} must be an nn.Module, got {type(model).__name__}")
 
 
 def check_values(table: Routing) -> None:
@@ -182,6 +182,7 @@ def routing(
     check_model(model)
     config = check_config(config)
     whole = model if whole is None else whole
+    check_model(whole, "whole")
     names: dict[int, list[str]] = {}
     for name, parameter in whole.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -42,6 +42,8 @@ class ScaleAnnealing:
 
     def __init__(self, optimizer: torch.optim.Optimizer, total_steps: int | None) -> None:
         self._total_steps = total_steps if total_steps is None else check_whole("total_steps", total_steps)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         annealed = [group for group in optimizer.param_groups if "k" in group]
         if not annealed:
             raise ValueError("optimizer has no group with multipliers; build it over symexplin.param_groups(model)")

@@ -65,6 +65,7 @@ def param_groups(
             "torch.distributed.fsdp.fully_shard (FSDP2)"
         )
     whole = model if whole is None else whole
+    check_model(whole, "whole")
     converted = any(isinstance(module, CurvedBase) for module in whole.modules())
     if converted and config is not None:
         raise ValueError("config must be None for a converted model: its layers contain it")

@@ -1,8 +1,9 @@
 """The map in the optimizer: the model has ordinary weights at every step, and rules update raw weights."""
 
 import contextlib
+import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -72,6 +73,8 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         if is_model:
             given = {key: defaults[key] for key in ("lr", "weight_decay")}
             params = param_groups(params, **given, config=config, no_decay=no_decay)
+        if not isinstance(params, Iterable):
+            raise ValueError(f"params must be the model, got {type(params).__name__}")
         params = list(params)  # may be an iterator
         check_curved(type(self).__name__, params)
         if not is_model and (config is not None or no_decay):
@@ -287,7 +290,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
         Settings given as tensors or arrays of one element become Python numbers.
         """
-        super().add_param_group(dict(param_group))
+        super().add_param_group(copy.copy(param_group))  # refuses what is no dict
         group = self.param_groups[-1]
         group |= {key: plain(value) for key, value in group.items() if key != "params"}
         group.setdefault("role", "plain")
