@@ -306,14 +306,16 @@ def convert(model: nn.Module, config: SELConfig | None = None) -> nn.Module:
         config: the map and the choice of parameters (see :func:`symexplin.routing`); default `SELConfig()`.
 
     Raises:
-        ValueError: weights are not finite or out of the map's reach. The message names the layer. The model is
-            unchanged.
+        ValueError: nothing to curve, in a model that is not converted; weights that are not finite or out of the map's
+            reach. The message names the layer. The model is unchanged.
 
     >>> model = convert(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
     >>> type(model[0]).__name__, type(fold(model)[0]).__name__
     ('SELLinear', 'Linear')
     """
     table = routing(model, config)
+    if not table.curved and not any(isinstance(module, CurvedModule) for module in model.modules()):
+        raise ValueError(f"model has nothing to curve; see print(symexplin.routing(model)):\n{table}")
     made: dict[int, RawParameters] = {}  # by the id of the plain parameter, so that tied ones stay tied
     for route in table.curved:
         with naming(route.name):

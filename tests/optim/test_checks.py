@@ -218,6 +218,7 @@ TABLE = [
     (lambda: sel.init_(network(), PAPER, xavier="no"), "xavier .*'no'"),
     (lambda: sel.init_(network().to("meta"), PAPER), "model .*0.weight on the device 'meta'.*to_empty"),
     (lambda: sel.suggest_lr(nn.LayerNorm(4), adamw_lr=1e-3), "nothing to curve"),
+    (lambda: sel.convert(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4, dtype=torch.complex64))), "nothing to curve"),
 ]
 
 
