@@ -1,8 +1,16 @@
+import io
+import os
 import shutil
+import threading
 
 import pytest
+import safetensors.torch
+import torch
 
-from symexplin.lab.checkpoint import CheckpointWriter, load_checkpoint, newest, newest_intact, tidy
+from symexplin.lab import checkpoint as module
+from symexplin.lab.checkpoint import CheckpointWriter, load_checkpoint, newest, newest_intact, tidy, write_shards
+from symexplin.lab.files import file_digest
+from symexplin.lab.parallel import ALONE
 
 
 def save(folder, step, keep=2, text="weights"):
@@ -68,3 +76,32 @@ def test_the_newest_intact_one_is_found_and_written_again(tmp_path):
         (path / "state.json").unlink()
     with pytest.raises(ValueError, match=r"all checkpoints in .* are damaged: remove that folder to start"):
         newest_intact(tmp_path, lines.append)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_parts_are_those_of_the_call_and_all_of_them_are_synced(tmp_path, monkeypatch):
+    changed, synced, before = threading.Event(), [], os.fsync
+
+    def wait(path, mode):
+        assert changed.wait(timeout=10)
+        return io.FileIO(path, mode)
+
+    def sync(file):
+        synced.append(os.fstat(file).st_size)
+        before(file)
+
+    monkeypatch.setattr(module, "FileIO", wait)
+    monkeypatch.setattr(os, "fsync", sync)
+    tensors = {"weight": torch.randn(30, 4), "step": torch.tensor(3.0)}
+    tensors["part"] = tensors["weight"][2:5]
+    expected = {name: tensor.clone() for name, tensor in tensors.items()}
+    digests = write_shards(tmp_path, tensors, ALONE)
+    for tensor in tensors.values():
+        tensor.zero_()
+    changed.set()
+    ((name, digest),) = digests.result(timeout=10).items()
+    assert digest == file_digest(tmp_path / name)
+    assert synced == [(tmp_path / name).stat().st_size]
+    found = safetensors.torch.load_file(tmp_path / name)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

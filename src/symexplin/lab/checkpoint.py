@@ -105,10 +105,9 @@ def _temporary(final: Path) -> Path:
 
 
 def _publish(final: Path, state: State, known: Digests) -> None:
-    """Write the state with the digests of all files, and give the checkpoint its name."""
+    """Write the state with the digests of all files, `known` or not, and give the checkpoint its name."""
     folder = _temporary(final)
-    names = sorted(path.name for path in folder.iterdir())
-    state["files"] = {name: known.get(name) or file_digest(folder / name) for name in names}
+    state["files"] = known or {path.name: file_digest(path) for path in sorted(folder.iterdir())}
     write_json(folder / STATE, {"sha256": _sha256(state), "state": state})
     folder.rename(final)
 
@@ -212,7 +211,9 @@ class _HashingFile(BufferedWriter):
 
     def write(self, data: Any) -> int:
         self.sha256.update(data)
-        return super().write(data)
+        count = super().write(data)
+        self.flush()  # torch before 2.14 syncs the file without the bytes that are still in this buffer
+        return count
 
 
 def shard_metadata(folder: Path) -> dict[str, Any]:
