@@ -1,10 +1,12 @@
 import dataclasses
+import gc
 import json
 import math
 import os
 import resource
 import shutil
 import signal
+import weakref
 
 import pytest
 
@@ -66,6 +68,22 @@ def test_the_saved_configuration_runs_the_same(whole, tmp_path):
     train(config, tmp_path / "again", echo=lines.append)
     assert bits(tmp_path / "again") == bits(whole["optimizer"])
     assert all(words in "\n".join(lines) for words in ("lr = 0.01", "width = 16", "step 10/10, loss "))
+
+
+def test_the_memory_of_a_model_is_free_when_its_run_has_ended(data, tmp_path, monkeypatch):
+    models = []
+
+    def watch(trainer, *given, before=Trainer.__init__):
+        before(trainer, *given)
+        models.append(weakref.ref(trainer.model))
+
+    monkeypatch.setattr(Trainer, "__init__", watch)
+    gc.disable()  # it would find a cycle some time later
+    try:
+        train(tiny(data, "optimizer"), tmp_path / "run")
+        assert [model() for model in models] == [None]
+    finally:
+        gc.enable()
 
 
 def test_a_run_begins_with_given_weights_and_resumes_with_these_alone(data, whole, tmp_path, monkeypatch):

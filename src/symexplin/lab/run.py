@@ -204,7 +204,8 @@ class _Run:
             place = self.folder if self.ranks.first else None
             recorder = Recorder(place, self.config.log.tensorboard, self.trainer.step, lengths)
         with recorder as self.recorder, StopSignals() as stop, bar:
-            self.trainer.ask = lambda: (stop.signal or 0, self._checkpoints.written)
+            checkpoints = self._checkpoints  # not self: it has the trainer, whose memory a cycle would keep
+            self.trainer.ask = lambda: (stop.signal or 0, checkpoints.written)
             try:
                 if newest_one is None:
                     self._evaluate()

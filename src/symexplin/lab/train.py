@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,6 +53,16 @@ def lr_factor(step: int, config: TrainConfig) -> float:
     return 1.0 - (1.0 - config.floor) * min(progress, 1.0)
 
 
+def _load(loader: BatchLoader, accumulation: int, ranks: Ranks, pinned: bool, step: int) -> list[Batch]:
+    """Return the microbatches of a step, this process's rows of each; a GPU copies `pinned` memory directly."""
+    size = loader.batch_size // accumulation
+    rows, batches = ranks.rows(size), []
+    for start in range(0, size * accumulation, size):
+        batch = loader.batch(step, slice(start + rows.start, start + rows.stop))
+        batches.append((batch[0].pin_memory(), batch[1].pin_memory()) if pinned else batch)
+    return batches
+
+
 class Trainer:
     """A run in memory: the model, its optimizer, the data, and `step`, the number of steps taken.
 
@@ -67,12 +78,13 @@ class Trainer:
         self.ask: Callable[[], Sequence[float]] = tuple
         self.answers: list[tuple[float, ...]] = []
         with ranks.together():  # an error must reach all processes before the next collective operation
-            self._loader = BatchLoader(corpus.train, context, train.batch_size, train.seed)
-            self._batches = Prefetched(self._load)
             rows = train.batch_size // train.accumulation
             self._held_out = eval_batches(corpus.valid, context, rows, train.eval_batches * train.accumulation)
             self.model, self.optimizer, self._clip = build(config, ranks)
         self._device = next(self.model.parameters()).device
+        loader = BatchLoader(corpus.train, context, train.batch_size, train.seed)
+        # No method: its thread would keep this trainer, and the memory of its model, after the run.
+        self._batches = Prefetched(partial(_load, loader, train.accumulation, ranks, self._device.type == "cuda"))
         self._autocast = config.compute.autocast == "on"
         if self._autocast:  # torch tells of the norms, whose weights stay in float32
             warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
@@ -128,16 +140,6 @@ class Trainer:
         loss = sum(torch.stack(losses).tolist())  # the only synchronisation with the device per step
         shares, *self.answers = self._ranks.columns(loss, *self.ask())
         return sum(shares) / self._ranks.size
-
-    def _load(self, step: int) -> list[Batch]:
-        """Return the microbatches of a step, this process's rows of each, in memory that a GPU copies directly."""
-        accumulation = self.config.train.accumulation
-        size = self.config.train.batch_size // accumulation
-        rows, batches = self._ranks.rows(size), []
-        for start in range(0, size * accumulation, size):
-            batch = self._loader.batch(step, slice(start + rows.start, start + rows.stop))
-            batches.append((batch[0].pin_memory(), batch[1].pin_memory()) if self._device.type == "cuda" else batch)
-        return batches
 
     def evaluate(self) -> float:
         """Return the mean loss on the held-out batches, in nats per token."""
