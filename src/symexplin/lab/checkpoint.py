@@ -21,7 +21,7 @@ from symexplin.lab.files import file_digest, read_json, write_json
 from symexplin.lab.parallel import ALONE, Ranks
 
 __all__ = [
-    *("CHECKPOINTS", "STATE", "CheckpointWriter", "Digests", "State", "is_sharded", "load_checkpoint", "newest"),
+    *("CHECKPOINTS", "STATE", "CheckpointWriter", "Saved", "is_sharded", "load_checkpoint", "newest"),
     *("newest_intact", "read_shards", "shard_metadata", "tidy", "write_shards"),
 ]
 
@@ -31,6 +31,8 @@ _TEMPORARY = ".tmp"
 
 State = dict[str, Any]
 Digests = dict[str, str]  # sha256 of files by name
+# What one process saves: plain values for the state, and the digests to come of files written in the background.
+Saved = tuple[State, Future[Digests] | None]
 Echo = Callable[[str], None]
 
 
@@ -54,11 +56,11 @@ class CheckpointWriter:
         """Whether this process has written its files of a checkpoint that is to be finished."""
         return self._begun is not None and self._begun[2] is not None and self._begun[2].done()
 
-    def begin(self, step: int, write: Callable[[Path], tuple[State, Future[Digests] | None]]) -> None:
+    def begin(self, step: int, write: Callable[[Path], Saved]) -> None:
         """Write the checkpoint of `step`, unless it exists; the one before it is finished first.
 
-        `write` writes this process's files into the given folder. It returns plain values, of which those of the first
-        process are saved, and the digests to come of files that are written in the background.
+        `write` writes this process's files into the given folder. Of the plain values, those of the first process are
+        saved.
         """
         self.finish()
         final = self._folder / f"step-{step:08d}"

@@ -10,14 +10,13 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from symexplin.lab.checkpoint import CheckpointWriter, Digests, State, newest, tidy
+from symexplin.lab.checkpoint import CheckpointWriter, Saved, newest, tidy
 from symexplin.lab.compare.grid import LABELS
 from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.data.batches import Corpus
@@ -226,7 +225,7 @@ class _Run:
         if agreed := int(max(self._signals)) if self.ranks.size > 1 else stop.signal:
             self._checkpoint()
             self._checkpoints.finish()
-            path = newest(self.folder)[0]
+            path = self.ranks.from_first(lambda: newest(self.folder)[0])
             raise Stopped(agreed, f"after step {self.trainer.step}, saved in {path}; --resume continues from there")
 
     def _update(self, bar: Any, stop: StopSignals) -> None:
@@ -267,7 +266,7 @@ class _Run:
         self.echo(f"train: step {step}/{self.config.train.steps}, loss {loss:.4f}{pace}, {used}")
 
     def _checkpoint(self) -> None:
-        def write(to: Path) -> tuple[State, Future[Digests] | None]:
+        def write(to: Path) -> Saved:
             values, digests = self.trainer.save(to)
             return {**values, "lengths": self.recorder.sync(), "seconds": self.seconds}, digests
 

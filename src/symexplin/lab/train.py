@@ -5,7 +5,6 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 import symexplin as sel
 from symexplin.lab.build import build, build_model, clear_gradients
-from symexplin.lab.checkpoint import Digests, State
+from symexplin.lab.checkpoint import Saved
 from symexplin.lab.config import RunConfig, TrainConfig
 from symexplin.lab.data.batches import Batch, BatchLoader, Corpus, Prefetched, eval_batches
 from symexplin.lab.evaluate import evaluate
@@ -172,7 +171,7 @@ class Trainer:
             return model
         return cast(Transformer, sel.fold(copy.deepcopy(model)))
 
-    def save(self, folder: Path) -> tuple[State, Future[Digests] | None]:
+    def save(self, folder: Path) -> Saved:
         """Write model and optimizer into a folder, sharded ones in parts and in the background.
 
         Return values for a checkpoint's state, and the digests to come of files in parts.

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +18,7 @@ from torch import Tensor
 from symexplin.config import SELConfig
 from symexplin.lab.checkpoint import (
     STATE,
-    Digests,
-    State,
+    Saved,
     is_sharded,
     load_checkpoint,
     newest_intact,
@@ -346,7 +344,7 @@ def _read_state(folder: Path, parameters: Sequence[Tensor]) -> Iterator[tuple[st
 
 def save_sharded(
     model: Transformer, optimizer: torch.optim.Optimizer, folder: Path, curve: SELConfig | None, ranks: Ranks
-) -> tuple[State, Future[Digests]]:
+) -> Saved:
     """Write this process's parts of a sharded model and of its optimizer's state in the background.
 
     Return values for the state, and the digests of files (:func:`write_shards`).
