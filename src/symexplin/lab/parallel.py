@@ -110,6 +110,7 @@ def joined(device: str) -> Iterator[Ranks]:
         background = distributed.new_group(timeout=_PATIENCE, backend="gloo")
         yield Ranks(distributed.get_rank(), distributed.get_world_size(), background)
         distributed.barrier()  # gloo may abort a process that ends while others still work
+        distributed.destroy_process_group(background)
     except Exception as error:
         lost = isinstance(error, RuntimeError) and "gloo" in str(error)
         if not lost and not isinstance(error, distributed.DistError):
