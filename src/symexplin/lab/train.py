@@ -132,7 +132,7 @@ class Trainer:
             waits = place < len(batches) and isinstance(self._trained, nn.parallel.DistributedDataParallel)
             with self._trained.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
                 with torch.autocast(device.type, torch.bfloat16, enabled=self._autocast):
-                    inputs = (tokens.to(device, non_blocking=True) for tokens in batch)
+                    inputs = (tokens.to(device, non_blocking=tokens.is_pinned()) for tokens in batch)
                     part: Tensor = self._trained(*inputs) / len(batches)
                 part.backward()  # type: ignore[no-untyped-call]
             losses.append(part.detach())

@@ -122,7 +122,8 @@ class Corpus:
 
 def _windows(tokens: TokenArray, starts: NDArray[np.int64], context: int) -> Batch:
     rows = torch.from_numpy(tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64))
-    return rows[:, :-1], rows[:, 1:]
+    # A GPU copies contiguous memory alone directly.
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
 @dataclass(frozen=True)
