@@ -1,4 +1,5 @@
 import contextlib
+import gc
 import os
 from pathlib import Path
 
@@ -23,6 +24,25 @@ _IN_STATES = (
     *("test_batches", "test_groups", "test_migrate", "test_optimizer", "test_own_map", "test_own_rule", "test_state"),
     *("test_stats", "test_suggest", "test_writes"),
 )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collect no garbage while tests are imported, and never look at what is there then: it lives to the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config):
+    """End a worker of pytest-xdist at once: to take all modules apart would take seconds."""
+    if hasattr(config, "workerinput"):
+        os._exit(0)
+    gc.unfreeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,6 +4,7 @@ As a script: the arguments are a JSON list of modules to import and one of jobs,
 line and the exit code to expect. A job of several processes has the environment that torchrun gives.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -58,5 +59,6 @@ def _run(processes, arguments, expected):
 if __name__ == "__main__":
     for name in json.loads(sys.argv[1]):
         importlib.import_module(name)
+    gc.freeze()  # or every process would take all modules apart when it ends, which takes seconds
     for job in json.loads(sys.argv[2]):
         _run(*job)
