@@ -1,12 +1,13 @@
 """Run scripts in turn, as torchrun would start them, forked from one process that has imported what is slow.
 
-As a script: the arguments are a JSON list of modules to import and one of jobs, each a number of processes, a command
-line and the exit code to expect. A job of several processes has the environment that torchrun gives.
+As a script: the arguments are a JSON list of modules to import and one of jobs, each a number of processes and a
+command line. A job of several processes has the environment that torchrun gives.
 """
 
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import socket
@@ -22,11 +23,11 @@ TRAINER = [
 ]
 
 _END = "the end of a job"
+_context = multiprocessing.get_context("fork")
 
 
-def outputs(modules, jobs, timeout=240, ends=None):
+def outputs(modules, jobs, timeout=240):
     """Return what each job printed; `jobs` has a (number of processes, command line) for each."""
-    jobs = [(*job, end) for job, end in zip(jobs, ends or [0] * len(jobs), strict=True)]
     command = [sys.executable, __file__, json.dumps(modules), json.dumps(jobs)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
@@ -34,31 +35,39 @@ def outputs(modules, jobs, timeout=240, ends=None):
     return done.stdout.split(_END)[:-1]
 
 
-def _run(processes, arguments, expected):
+def _execute(rank, processes, variables, arguments):
+    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes)}
+    os.environ |= variables | (ranks if variables else {})
+    sys.argv[:] = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _run(processes, arguments):
     variables = {}
     if processes > 1:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(processes)}
-    pids = []
-    for rank in range(processes):
-        pids.append(os.fork())
-        if not pids[-1]:
-            ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes)}
-            os.environ |= variables | (ranks if variables else {})
-            sys.argv[:] = arguments
-            runpy.run_path(arguments[0], run_name="__main__")
-            sys.exit()
-    ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    if ends != [expected] * processes:
+    # Unlike the end of an interpreter, theirs takes no module apart, which would last a second.
+    jobs = [(rank, processes, variables, arguments) for rank in range(processes)]
+    workers = [_context.Process(target=_execute, args=job) for job in jobs]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    ends = [worker.exitcode for worker in workers]
+    if any(ends):
         sys.exit(f"ended with {ends}: {arguments}")
     print(_END, flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":
+    gc.disable()  # modules are no garbage
     for name in json.loads(sys.argv[1]):
         importlib.import_module(name)
-    gc.freeze()  # or every process would take all modules apart when it ends, which takes seconds
+    gc.freeze()
+    gc.enable()
     for job in json.loads(sys.argv[2]):
         _run(*job)
+    os._exit(0)
