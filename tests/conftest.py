@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 # Scripts for several processes: every worker would import what they train with.
-collect_ignore = ["accelerate_cpu.py", "lightning_sharded.py"]
+collect_ignore = ["accelerate_cpu.py", "lightning_sharded.py", "preloaded.py"]
 
 # Whose tests are also run in other states of the process, with the first case of each.
 _IN_STATES = (

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 
-__all__ = ["TRAINER", "outputs"]
+__all__ = ["TRAINER", "outputs", "preload"]
 
 # What a run of the Hugging Face trainers imports.
 TRAINER = [
@@ -33,6 +33,15 @@ def outputs(modules, jobs, timeout=240):
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.split(_END)[:-1]
+
+
+def preload(modules):
+    """Import modules and look for no garbage among them, neither now nor in the processes that are forked later."""
+    gc.disable()
+    for name in modules:
+        importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
 
 
 def _execute(rank, processes, variables, arguments):
@@ -63,11 +72,7 @@ def _run(processes, arguments):
 
 
 if __name__ == "__main__":
-    gc.disable()  # modules are no garbage
-    for name in json.loads(sys.argv[1]):
-        importlib.import_module(name)
-    gc.freeze()
-    gc.enable()
+    preload(json.loads(sys.argv[1]))
     for job in json.loads(sys.argv[2]):
         _run(*job)
     os._exit(0)

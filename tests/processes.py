@@ -1,31 +1,34 @@
 """Run a function in a process that may be killed, or in several that are joined by gloo."""
 
-import multiprocessing
+import functools
+import multiprocessing.forkserver
+import os
 import pickle
 import queue
 import traceback
+import unittest.mock
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 
 __all__ = ["run", "start"]
 
 _context = multiprocessing.get_context("forkserver")
-# torch._dynamo: the first step of an optimizer of torch imports it.
-_context.set_forkserver_preload(
-    [
-        "torch.distributed.fsdp",
-        "torch.distributed.checkpoint.state_dict",
-        "torch._dynamo",
-        "symexplin.optim",
-        "symexplin.lab.run",
-        "symexplin.lab.data.prepare",
-    ]
-)
+_context.set_forkserver_preload(["preloaded"])
+
+
+@functools.cache
+def _begin():
+    """Start the forkserver of this process; it looks for what it preloads where a new interpreter does."""
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with unittest.mock.patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(paths)}):
+        multiprocessing.forkserver.ensure_running()
 
 
 def start(function, *args):
     """Call a function in another process, which has torch already, and return that process."""
+    _begin()
     process = _context.Process(target=function, args=args, daemon=True)
     process.start()
     return process

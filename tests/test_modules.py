@@ -429,6 +429,8 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 def test_compiled_kernels_agree(device, monkeypatch, tmp_path):
     # torch finds what it has compiled again also for another ATEN_CPU_CAPABILITY, and then computes nonsense.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    # It would compile a dozen programs to learn which instructions of this CPU the compiler has.
+    monkeypatch.setattr("torch._inductor.config.cpp.vec_isa_ok", True)
     torch._dynamo.reset()  # numbers that differ between compilations would be traced as symbols
     check_compiled(*curved_layers(OFFSET), device=device)
 
