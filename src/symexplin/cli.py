@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import itertools
-import json
 import os
 import pkgutil
 import re
@@ -16,6 +15,7 @@ from typing import Annotated, Any
 from cyclopts import App, CycloptsError, Parameter, UnknownOptionError, UnusedCliTokensError
 
 from symexplin import __version__
+from symexplin.lab.files import write_json
 from symexplin.lab.process import Stopped, launch
 from symexplin.lab.settings import FLAGS, Count, Pairs, Whole, from_table, load_toml, merge, to_table, with_flags
 
@@ -116,7 +116,7 @@ def _tell(error: Exception, line: str) -> None:
     elif isinstance(error, RuntimeError):
         print(f"symexplin: process {rank}: {line}", file=sys.stderr)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # for torchrun, which may end the others before they print
-        Path(file).write_text(json.dumps({"message": line, "timestamp": int(time.time())}), encoding="utf-8")
+        write_json(file, {"message": line, "timestamp": int(time.time())})  # in one step: torchrun may end this process
 
 
 def _explain(error: Exception, given: Sequence[str]) -> str | None:
@@ -363,7 +363,6 @@ def _inspect(source: _Weights, /, *, preset: _Path = None, map: Pairs | None = N
       symexplin inspect model.safetensors
       symexplin inspect llama/ --preset paper --map beta=15 --json tails.json
     """
-    from symexplin.lab.files import write_json
     from symexplin.lab.inspect import format_inspection, inspect_file
     from symexplin.lab.maps import named_map
 
