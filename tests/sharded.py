@@ -1,5 +1,6 @@
 """A small network trained whole, under DDP, FSDP2 and tensor parallelism, to be run by `processes.run`."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -10,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -155,9 +157,39 @@ def steps(model, optimizer, how, dtype, start, stop):
     return losses
 
 
+@dataclass(frozen=True)
+class Part:
+    """This process's part of a tensor of some shape, and where it begins there."""
+
+    shape: torch.Size
+    offset: tuple[int, ...]
+    values: torch.Tensor
+
+
 def full(tensor):
-    """Return all of a tensor, however it is split."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+    """Return all of a tensor, or this process's part until :func:`several` joins the parts."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().clone()
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Part(tensor.shape, offset, tensor.detach().to_local().clone())
+
+
+def _join(answers):
+    """Return the first answer with whole tensors in place of parts, of which those in several processes are equal."""
+    first = answers[0]
+    if isinstance(first, dict):
+        return {key: _join([answer[key] for answer in answers]) for key in first}
+    if isinstance(first, list | tuple):
+        return type(first)(map(_join, zip(*answers, strict=True)))
+    if not isinstance(first, Part):
+        return first
+    joined, known = torch.zeros(first.shape, dtype=first.values.dtype), torch.zeros(first.shape, dtype=torch.bool)
+    for part in answers:
+        place = tuple(slice(start, start + size) for start, size in zip(part.offset, part.values.shape, strict=True))
+        assert torch.equal(joined[place][known[place]], part.values[known[place]])
+        joined[place], known[place] = part.values, True
+    assert known.all()
+    return joined
 
 
 def weights(model):
@@ -185,7 +217,14 @@ def trajectory(how, run, dtype=torch.float32, one_ulp=False):
 
 def several(calls):
     """Call functions of this module in turn, by name: joining processes takes longer than a case."""
-    return [globals()[name](*args, **kwargs) for name, args, kwargs in calls]
+    answers = [globals()[name](*args, **kwargs) for name, args, kwargs in calls]
+    if not torch.distributed.is_initialized():
+        return answers
+    # One exchange: torch's full_tensor has a collective for each of thousands of tensors.
+    everyones = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyones, answers)
+    rank = torch.distributed.get_rank()
+    return _join([everyones[rank], *everyones[:rank], *everyones[rank + 1 :]])
 
 
 def saved(how, run, folder, dtype, full_state=False, flat=False):
