@@ -21,7 +21,7 @@ from scripts import load
 from symexplin.kernels import kernels_for
 from symexplin.optim.shard import local
 
-__all__ = ["RUNS", "resumed", "saved", "several", "trajectory"]
+__all__ = ["RUNS", "joined", "resumed", "saved", "several", "trajectory"]
 
 ROWS = 24  # as many for each of 2, 3 or 4 processes
 PAPER, OFFSET = strong("paper"), strong("paper+offset")
@@ -167,29 +167,32 @@ class Part:
 
 
 def full(tensor):
-    """Return all of a tensor, or this process's part until :func:`several` joins the parts."""
+    """Return all of a tensor, or this process's part, which :func:`joined` joins to the others."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone()
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return Part(tensor.shape, offset, tensor.detach().to_local().clone())
 
 
-def _join(answers):
-    """Return the first answer with whole tensors in place of parts, of which those in several processes are equal."""
+def joined(answers):
+    """Return the first process's answer with whole tensors in place of parts; parts in several processes are equal.
+
+    The test's process does this once: torch's full_tensor has a collective for each of thousands of tensors.
+    """
     first = answers[0]
     if isinstance(first, dict):
-        return {key: _join([answer[key] for answer in answers]) for key in first}
+        return {key: joined([answer[key] for answer in answers]) for key in first}
     if isinstance(first, list | tuple):
-        return type(first)(map(_join, zip(*answers, strict=True)))
+        return type(first)(map(joined, zip(*answers, strict=True)))
     if not isinstance(first, Part):
         return first
-    joined, known = torch.zeros(first.shape, dtype=first.values.dtype), torch.zeros(first.shape, dtype=torch.bool)
+    whole, known = torch.zeros(first.shape, dtype=first.values.dtype), torch.zeros(first.shape, dtype=torch.bool)
     for part in answers:
         place = tuple(slice(start, start + size) for start, size in zip(part.offset, part.values.shape, strict=True))
-        assert torch.equal(joined[place][known[place]], part.values[known[place]])
-        joined[place], known[place] = part.values, True
+        assert torch.equal(whole[place][known[place]], part.values[known[place]])
+        whole[place], known[place] = part.values, True
     assert known.all()
-    return joined
+    return whole
 
 
 def weights(model):
@@ -217,14 +220,7 @@ def trajectory(how, run, dtype=torch.float32, one_ulp=False):
 
 def several(calls):
     """Call functions of this module in turn, by name: joining processes takes longer than a case."""
-    answers = [globals()[name](*args, **kwargs) for name, args, kwargs in calls]
-    if not torch.distributed.is_initialized():
-        return answers
-    # One exchange: torch's full_tensor has a collective for each of thousands of tensors.
-    everyones = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyones, answers)
-    rank = torch.distributed.get_rank()
-    return _join([everyones[rank], *everyones[:rank], *everyones[rank + 1 :]])
+    return [globals()[name](*args, **kwargs) for name, args, kwargs in calls]
 
 
 def saved(how, run, folder, dtype, full_state=False, flat=False):

@@ -98,7 +98,7 @@ DETAILS = {
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
     """What every process returned for each case; each number of processes is joined once."""
-    folder, joined = tmp_path_factory.mktemp("joined"), tmp_path_factory.mktemp("rendezvous")
+    folder, meetings = tmp_path_factory.mktemp("joined"), tmp_path_factory.mktemp("rendezvous")
     results = {}
 
     def moves(side, world):
@@ -115,8 +115,9 @@ def said(tmp_path_factory):
         for side in sides:
             calls |= moves(side, world)
         calls |= DETAILS if world == 4 else {}
-        answers = run(world, joined, sharded.several, list(calls.values()), timeout=280)
-        results.update(zip(calls, map(list, zip(*answers, strict=True)), strict=True))
+        answers = run(world, meetings, sharded.several, list(calls.values()), timeout=280)
+        by_rank = [sharded.joined(answers[rank:] + answers[:rank]) for rank in range(world)]
+        results.update(zip(calls, map(list, zip(*by_rank, strict=True)), strict=True))
 
     def alone(side):
         for case, call in moves(side, 1):
