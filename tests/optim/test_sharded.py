@@ -116,7 +116,7 @@ def said(tmp_path_factory):
             calls |= moves(side, world)
         calls |= DETAILS if world == 4 else {}
         answers = run(world, meetings, sharded.several, list(calls.values()), timeout=280)
-        by_rank = [sharded.joined(answers[rank:] + answers[:rank]) for rank in range(world)]
+        by_rank = [sharded.joined(answers[rank + 1 :] + answers[: rank + 1]) for rank in range(world)]
         results.update(zip(calls, map(list, zip(*by_rank, strict=True)), strict=True))
 
     def alone(side):
