@@ -14,7 +14,7 @@ from corpora import prepared
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Scripts for several processes: every worker would import what they train with.
+# Scripts that tests start in other processes: collecting them imports large libraries.
 collect_ignore = ["accelerate_cpu.py", "lightning_sharded.py", "preloaded.py"]
 
 # Whose tests are also run in other states of the process, with the first case of each.
@@ -28,7 +28,7 @@ _IN_STATES = (
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Collect no garbage while tests are imported, and never look at what is there then: it lives to the end."""
+    """Disable the garbage collector while tests are imported, and exempt these objects: they live to the end."""
     gc.disable()
     try:
         return (yield)
@@ -39,7 +39,7 @@ def pytest_collection():
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config):
-    """End a worker of pytest-xdist at once: to take all modules apart would take seconds."""
+    """Exit a worker of pytest-xdist at once: shutting down its interpreter takes seconds."""
     if hasattr(config, "workerinput"):
         os._exit(0)
     gc.unfreeze()

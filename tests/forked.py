@@ -36,7 +36,7 @@ def outputs(modules, jobs, timeout=240):
 
 
 def preload(modules):
-    """Import modules and look for no garbage among them, neither now nor in the processes that are forked later."""
+    """Import modules, and exempt their objects from garbage collection, here and in processes forked later."""
     gc.disable()
     for name in modules:
         importlib.import_module(name)
@@ -58,7 +58,7 @@ def _run(processes, arguments):
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(processes)}
-    # Unlike the end of an interpreter, theirs takes no module apart, which would last a second.
+    # They exit without shutting down the interpreter, which takes a second.
     jobs = [(rank, processes, variables, arguments) for rank in range(processes)]
     workers = [_context.Process(target=_execute, args=job) for job in jobs]
     for worker in workers:

@@ -53,7 +53,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _check_tensor(name: str, value: object) -> None:
-    """Refuse what is no tensor, and complex numbers, which would lose their imaginary part."""
+    """Raise ValueError unless `value` is a tensor of real numbers: complex ones would lose their imaginary part."""
     if not isinstance(value, Tensor) or value.is_complex():
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{name} must be a tensor of real numbers, got {got}")
@@ -114,7 +114,7 @@ def effective(
         (8 + 4 kappa |w|) units of rounding of |s| times the sum of the absolute terms, plus |delta|.
 
     Raises:
-        ValueError: w is no tensor of real numbers, beta is not a positive number, normalize is not True or False, an
+        ValueError: w is not a tensor of real numbers, beta is not a positive number, normalize is not True or False, an
             unknown mode or curvature, or a misplaced beta_tilde.
 
     >>> w = torch.tensor([-0.1, 0.0, 0.1], requires_grad=True)

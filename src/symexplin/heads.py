@@ -72,9 +72,8 @@ def _heads(model: nn.Module) -> list[nn.Module]:
     # All modules, not the model alone: a wrapper such as DistributedDataParallel may lack the method.
     owners: list[Any] = [m for m in model.modules() if callable(getattr(m, "get_output_embeddings", None))]
     returned = [owner.get_output_embeddings() for owner in owners]
-    heads = [
-        part for head in returned if isinstance(head, nn.Module) for part in head.modules()
-    ]  # adapters may wrap it
+    # An adapter may wrap the head.
+    heads = [part for head in returned if isinstance(head, nn.Module) for part in head.modules()]
     modules = dict(model.named_modules())  # not get_submodule, which a module called "half" would defeat
     last = next((name for name, module in reversed(modules.items()) if isinstance(module, _LAYERS)), "")
     for name, module in modules.items():

@@ -200,7 +200,7 @@ class _FirstBeforeDefaults(list[Any]):
 
 
 def _check_optimizer(optimizer: Any, options: Mapping[str, Any]) -> None:
-    """Refuse what is no raw-space optimizer, and keyword arguments with which it could not be called."""
+    """Refuse anything but a raw-space optimizer, and keyword arguments that it does not take."""
     is_partial = isinstance(optimizer, functools.partial)
     kind, bound = (optimizer.func, optimizer.keywords) if is_partial else (optimizer, {})
     if isinstance(kind, type):

@@ -19,7 +19,7 @@ def first_match(names: Iterable[str], patterns: Iterable[str]) -> str | None:
 
 
 def as_patterns(argument: str, patterns: Iterable[str]) -> tuple[str, ...]:
-    """Return the patterns; refuse what is no sequence of patterns."""
+    """Return the patterns as a tuple; raise ValueError if one of them is not a string."""
     sequence = tuple(patterns) if isinstance(patterns, Iterable) else (patterns,)
     if not all(isinstance(pattern, str) for pattern in sequence):
         raise ValueError(f"{argument} must have names or patterns of parameters, got {patterns!r}")
@@ -27,7 +27,7 @@ def as_patterns(argument: str, patterns: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str]) -> tuple[str, ...]:
-    """Return the patterns; refuse also one that matches none of the `names`."""
+    """Return the patterns as a tuple; raise ValueError, too, if one matches none of the `names`."""
     sequence = as_patterns(argument, patterns)
     for pattern in sequence:
         if first_match(names, [pattern]) is None:

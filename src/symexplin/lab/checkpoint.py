@@ -53,14 +53,13 @@ class CheckpointWriter:
 
     @property
     def written(self) -> bool:
-        """Whether this process has written its files of a checkpoint that is to be finished."""
+        """Whether this process has written its files of the checkpoint in progress."""
         return self._begun is not None and self._begun[2] is not None and self._begun[2].done()
 
     def begin(self, step: int, write: Callable[[Path], Saved]) -> None:
         """Write the checkpoint of `step`, unless it exists; the one before it is finished first.
 
-        `write` writes this process's files into the given folder. Of the plain values, those of the first process are
-        saved.
+        `write` writes this process's files into the given folder. The state has the plain values of the first process.
         """
         self.finish()
         final = self._folder / f"step-{step:08d}"
@@ -87,7 +86,7 @@ class CheckpointWriter:
 
     @contextlib.contextmanager
     def _removing(self, final: Path) -> Iterator[None]:
-        """Remove a checkpoint that fails."""
+        """Remove the incomplete checkpoint if an error is raised."""
         try:
             yield
         except BaseException:
@@ -107,7 +106,7 @@ def _temporary(final: Path) -> Path:
 
 
 def _publish(final: Path, state: State, known: Digests) -> None:
-    """Write the state with the digests of all files, `known` or not, and give the checkpoint its name."""
+    """Write the state with the digests of all files, computed if none are `known`, and rename the checkpoint."""
     folder = _temporary(final)
     state["files"] = known or {path.name: file_digest(path) for path in sorted(folder.iterdir())}
     write_json(folder / STATE, {"sha256": _sha256(state), "state": state})
@@ -174,9 +173,9 @@ def is_sharded(folder: Path) -> bool:
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> Future[Digests]:
-    """Copy this process's parts of tensors, and write the copies in the background; return the digest of its file.
+    """Copy this process's parts of tensors, and write the copies in the background. All processes call it.
 
-    All processes call it. The result is an OSError if a process cannot write, because of a full disk for example.
+    The result is the digest of this process's file, or OSError if a process cannot write (a full disk, for example).
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -191,17 +190,17 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> F
 
     storage = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     storage.fs.create_stream = create_stream  # type: ignore[assignment, method-assign]
-    told: Future[Digests] = Future()
+    written: Future[Digests] = Future()
 
     def tell(saving: Any) -> None:
         if (error := saving.exception()) is None:
-            told.set_result(digests)
+            written.set_result(digests)
         else:
-            told.set_exception(OSError(f"cannot write {str(folder)!r}: {_first(error)}"))
+            written.set_exception(OSError(f"cannot write {str(folder)!r}: {_first(error)}"))
 
     saving = async_save(dict(tensors), storage_writer=storage, process_group=ranks.background)
     cast("Future[Any]", saving).add_done_callback(tell)  # the tensors are copied by now
-    return told
+    return written
 
 
 class _HashingFile(BufferedWriter):

@@ -82,7 +82,7 @@ class Trainer:
             self.model, self.optimizer, self._clip = build(config, ranks)
         self._device = next(self.model.parameters()).device
         loader = BatchLoader(corpus.train, context, train.batch_size, train.seed)
-        # No method: its thread would keep this trainer, and the memory of its model, after the run.
+        # Not a bound method: the thread would keep this trainer, and the memory of its model, after the run.
         self._batches = Prefetched(partial(_load, loader, train.accumulation, ranks, self._device.type == "cuda"))
         self._autocast = config.compute.autocast == "on"
         if self._autocast:  # torch tells of the norms, whose weights stay in float32

@@ -290,7 +290,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
         Settings given as tensors or arrays of one element become Python numbers.
         """
-        super().add_param_group(copy.copy(param_group))  # refuses what is no dict
+        super().add_param_group(copy.copy(param_group))  # not dict(): torch refuses other types
         group = self.param_groups[-1]
         group |= {key: plain(value) for key, value in group.items() if key != "params"}
         group.setdefault("role", "plain")

@@ -122,7 +122,7 @@ class Corpus:
 
 def _windows(tokens: TokenArray, starts: NDArray[np.int64], context: int) -> Batch:
     rows = torch.from_numpy(tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64))
-    # A GPU copies contiguous memory alone directly.
+    # A copy to a GPU uses pinned memory only if the tensor is contiguous.
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
@@ -146,9 +146,9 @@ class BatchLoader:
 
 
 class Prefetched:
-    """The batches of one step after another: `load` reads those of the next step while the caller uses a step's.
+    """The batches of each step: a thread loads those of the next step while the caller uses the current ones.
 
-    It runs in a thread of its own. An error of `load` is raised by the call that asks for its step.
+    An error in `load` is raised by the call that asks for that step.
     """
 
     def __init__(self, load: Callable[[int], list[Batch]]) -> None:
