@@ -1,7 +1,7 @@
 """All differences that results/mini.csv shows, by one rule; it writes the tables and pictures that show them.
 
     python benchmarks/evidence.py            # write the tables of results/experiments.md, and two pictures
-    python benchmarks/evidence.py --check    # fail if they are not what the rows say
+    python benchmarks/evidence.py --check    # fail if they, or numbers in README and docs, are not what the rows say
 
 Each variant counts at its own best learning rate, and differences to the baseline are taken seed by seed, as in every
 comparison (symexplin.lab.compare.comparison); symexplin.lab.compare.interval has the rule for words.
@@ -12,63 +12,27 @@ import functools
 import math
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import matplotlib as mpl
+from differences import Compared, Difference, Key, by_key, chose, difference, experiments
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import blended_transform_factory
+from quotes import TWELVE, TWELVE_INIT, TWELVE_LAYER, WIDTH_1024, stale
 
-from symexplin.experiments.results import comparisons
 from symexplin.lab.compare.comparison import Comparison, Row
 from symexplin.lab.compare.grid import LABELS
-from symexplin.lab.compare.interval import BETTER, ENOUGH_SEEDS, NO_DIFFERENCE, NOT_RESOLVED, TOO_FEW, WORSE, Interval
+from symexplin.lab.compare.interval import BETTER, NO_DIFFERENCE, NOT_RESOLVED, TOO_FEW, WORSE
 from symexplin.lab.report.charts import COLORS, GUIDE, STYLE, UNDATED, draw_sweep, sheet, styles
 
 ROOT = Path(__file__).parents[1]
-ROWS, PAGE, IMAGES = ROOT / "results/mini.csv", ROOT / "results/experiments.md", ROOT / "docs/images"
-TEXTS = {  # by the start of the data's fingerprint
-    "ee87088e": "technical English",
-    "c9b75369": "Python sources",
-    "ff86aff7": "docstrings, then code",
-    "3743d9e4": "technical English, BPE of 4,096",
-}
+PAGE, IMAGES = ROOT / "results/experiments.md", ROOT / "docs/images"
 DIVERGED = "diverged"
-FRESH = 10  # seeds from this one on had no part in a choice
-
-
-class Experiment(NamedTuple):
-    """What was trained where: the runs of one table and panel at one commit."""
-
-    table: str
-    panel: str
-    text: str
-    steps: int
-    commit: str
-    fresh: bool
-
-    @property
-    def setting(self) -> str:
-        """What was trained, and on what."""
-        fresh = ", fresh seeds" if self.fresh else ""
-        return f"{self.panel}, {self.steps:,} steps, {self.text}{fresh}"
-
-
-Compared = tuple[Experiment, Comparison]
-
-
-def experiments(path: Path = ROWS) -> list[Compared]:
-    """Return all experiments of a file of rows, in its order."""
-
-    def of(row: Mapping[str, str]) -> Experiment:
-        text, fresh = TEXTS[row["data"][:8]], int(row["seed"]) >= FRESH
-        return Experiment(row["table"], row["panel"], text, int(row["steps"]), row["commit"][:7], fresh)
-
-    return list(comparisons(path, of).items())
 
 
 def best(comparison: Comparison, variant: str) -> Row:
@@ -76,7 +40,7 @@ def best(comparison: Comparison, variant: str) -> Row:
     return comparison.best[comparison.variants.index(variant)]
 
 
-def losses(comparison: Comparison, variant: str) -> tuple[object, ...]:
+def best_runs(comparison: Comparison, variant: str) -> tuple[object, ...]:
     """Return the best learning rate and the loss of each seed there, by which the same runs are known."""
     lr = comparison.best_lr(variant)
     return lr, *sorted((seed, run.loss) for seed, run in comparison.at(variant, lr).items())
@@ -85,11 +49,6 @@ def losses(comparison: Comparison, variant: str) -> tuple[object, ...]:
 def in_seeds(count: int) -> str:
     """Return a number of seeds in words."""
     return f"{count} seed{'s' * (count > 1)}"
-
-
-def chose(comparison: Comparison) -> set[int]:
-    """Return the seeds that chose the learning rates."""
-    return {*comparison.seeds} - {*comparison.confirm_seeds}
 
 
 def chosen_by(comparison: Comparison) -> str:
@@ -112,7 +71,7 @@ class Group:
 
     def rows(self) -> Iterator[str]:
         """Yield a row for each verdict: the setting and the baseline, the verdict, the variants."""
-        commits = ", ".join(dict.fromkeys(experiment.commit for experiment, _ in self.experiments))
+        commits = ", ".join(dict.fromkeys(experiment.key.commit for experiment, _ in self.experiments))
         base = self.baseline
         title = f"**{self.experiments[0][0].setting}**<br>{base.variant}, {base.lr:g}: {base.loss:.4f}"
         title += f"<br>{in_seeds(len(base.seeds))}{chosen_by(self.experiments[0][1])} ({commits})"
@@ -132,7 +91,7 @@ class Group:
         if row.interval is None:
             return DIVERGED, variant
         if [name for name, _ in self.variants].count(variant) > 1:
-            variant = f"{variant} ({experiment.commit})"
+            variant = f"{variant} ({experiment.key.commit})"
         interval = row.interval
         half = "" if math.isinf(interval.detectable) else f" ± {interval.detectable:.4f}"
         seeds = f" ({in_seeds(len(interval.values))})" if len(interval.values) != len(self.baseline.seeds) else ""
@@ -148,7 +107,7 @@ def groups(compared: Iterable[Compared]) -> list[Group]:
     same: dict[object, list[Compared]] = {}
     for experiment, comparison in compared:
         base = comparison.baseline
-        same.setdefault((experiment.setting, base, losses(comparison, base)), []).append((experiment, comparison))
+        same.setdefault((experiment.setting, base, best_runs(comparison, base)), []).append((experiment, comparison))
     merged = [Group(members, distinct(members)) for members in same.values()]
     tried = {(x.setting, v) for group in merged if len(group.baseline.seeds) > 1 for v, (x, _) in group.variants}
     for i, group in enumerate(merged):
@@ -163,19 +122,19 @@ def distinct(compared: Iterable[Compared]) -> list[tuple[str, Compared]]:
     variants: dict[object, tuple[str, Compared]] = {}
     for experiment, comparison in compared:
         for variant in comparison.variants[1:]:
-            variants.setdefault((variant, losses(comparison, variant)), (variant, (experiment, comparison)))
+            variants.setdefault((variant, best_runs(comparison, variant)), (variant, (experiment, comparison)))
     return list(variants.values())
 
 
 def page(text: str, compared: Sequence[Compared]) -> str:
     """Return the page with its tables replaced; the comment before each names the tables that its rows are of."""
-    left = {experiment.table for experiment, _ in compared}
+    left = {experiment.key.table for experiment, _ in compared}
 
     def table(place: re.Match[str]) -> str:
         names = place[1].split(", ")
         left.difference_update(names)
         rows = ["| trained; baseline | verdict | variant, learning rate: difference |", "|---|---|---|"]
-        for group in groups(x for name in names for x in compared if x[0].table == name):
+        for group in groups(x for name in names for x in compared if x[0].key.table == name):
             rows += group.rows()
         return f"<!-- rows of {place[1]} -->\n\n" + "\n".join(rows) + "\n"
 
@@ -195,38 +154,33 @@ METHODS = {
     "qk-bias": "QK-bias AdamW",
 }
 STYLES = styles(["AdamW", *METHODS])
-Key = tuple[str, str, str, int]
-WIDTH_1024: Key = ("width-1024", "1024x1", "44ad1b2", 1500)
-WITH_INIT: Key = ("width-1024-gpu", "1024x12", "354dea9", 1000)
-WITHOUT_INIT: Key = ("width-1024-gpu", "1024x12", "648d882", 1000)
-LAYER_NORM: Key = ("width-1024-start", "1024x12-layer", "ee10189", 1000)
 SHOWN: Mapping[str, Mapping[str, tuple[Key, str]]] = {
     "width 64, 2 layers, 200 steps": {
-        "default": (("widths", "64x2", "ff759b9", 200), "default"),
-        "paper-init": (("widths", "64x2", "7a0cb4d", 200), "mismatch"),
+        "default": (Key("widths", "64x2", "ff759b9", 200), "default"),
+        "paper-init": (Key("widths", "64x2", "7a0cb4d", 200), "mismatch"),
     },
     "width 64, 3 layers, 600 steps": {
-        "number": (("attempts", "64x3", "f8f95e5", 600), "number"),
-        "qk-bias": (("attempts", "64x3", "0df3cb9", 600), "qk-0_1-b5"),
+        "number": (Key("attempts", "64x3", "f8f95e5", 600), "number"),
+        "qk-bias": (Key("attempts", "64x3", "0df3cb9", 600), "qk-0_1-b5"),
     },
     "the same without biases (queries, keys alone)": {
-        "qk-bias": (("attempts", "64x3-no-bias", "fafe4b8", 600), "qk-0_1"),
+        "qk-bias": (Key("attempts", "64x3-no-bias", "fafe4b8", 600, True), "qk-0_1"),
     },
     "width 128, 2 layers, 700 steps": {
-        "default": (("widths", "128x2", "ff759b9", 700), "default"),
-        "paper-init": (("widths", "128x2", "7a0cb4d", 700), "mismatch"),
+        "default": (Key("widths", "128x2", "ff759b9", 700), "default"),
+        "paper-init": (Key("widths", "128x2", "7a0cb4d", 700), "mismatch"),
     },
     "width 128, 4 layers, 600 steps": {
-        "default": (("exp_only", "128x4", "d3fc95d", 600), "exp_only-ff"),
-        "paper-init": (("exp_only", "128x4", "d3fc95d", 600), "full"),
-        "number": (("structured_linear", "128x4", "d3fc95d", 600), "linear-global"),
+        "default": (Key("exp_only", "128x4", "d3fc95d", 600), "exp_only-ff"),
+        "paper-init": (Key("exp_only", "128x4", "d3fc95d", 600), "full"),
+        "number": (Key("structured_linear", "128x4", "d3fc95d", 600), "linear-global"),
     },
-    "the same, other runs": {"default": (("control", "128x4", "b3eebc4", 600), "default")},
-    "the same, technical English": {"default": (("default", "128x4", "ff759b9", 600), "default")},
-    "the same, technical English, 1,800 steps": {"default": (("default", "128x4", "ff759b9", 1800), "default")},
+    "the same, other runs": {"default": (Key("control", "128x4", "b3eebc4", 600), "default")},
+    "the same, technical English": {"default": (Key("default", "128x4", "ff759b9", 600), "default")},
+    "the same, technical English, 1,800 steps": {"default": (Key("default", "128x4", "ff759b9", 1800), "default")},
     "width 256, 2 layers, 2,600 steps": {
-        "default": (("widths", "256x2", "ff759b9", 2600), "default"),
-        "paper-init": (("widths", "256x2", "7a0cb4d", 2600), "mismatch"),
+        "default": (Key("widths", "256x2", "ff759b9", 2600), "default"),
+        "paper-init": (Key("widths", "256x2", "7a0cb4d", 2600), "mismatch"),
     },
     "width 1024, 1 layer, 1,500 steps": {
         "default": (WIDTH_1024, "exp"),
@@ -236,47 +190,17 @@ SHOWN: Mapping[str, Mapping[str, tuple[Key, str]]] = {
         "qk-bias": (WIDTH_1024, "qk_all"),
     },
     "width 1024, 12 layers, 1,000 steps": {
-        "default": (WITHOUT_INIT, "default"),
-        "paper": (WITHOUT_INIT, "matched"),
-        "number": (WITHOUT_INIT, "number"),
-        "qk-bias": (WITHOUT_INIT, "qk_all"),
+        "default": (TWELVE, "default"),
+        "paper": (TWELVE, "matched"),
+        "number": (TWELVE, "number"),
+        "qk-bias": (TWELVE, "qk_all"),
     },
-    "the same, earlier runs": {"paper-init": (WITH_INIT, "paper")},
+    "the same, earlier runs": {"paper-init": (TWELVE_INIT, "paper")},
     "the same, norms that subtract the mean": {
-        "paper": (LAYER_NORM, "matched"),
-        "paper-init": (LAYER_NORM, "paper"),
+        "paper": (TWELVE_LAYER, "matched"),
+        "paper-init": (TWELVE_LAYER, "paper"),
     },
 }
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A method's losses minus AdamW's by seed; `chose` has the seeds that chose a learning rate of the two."""
-
-    method: str
-    row: Row
-    chose: Collection[int]
-
-    @property
-    def seeds(self) -> dict[int, float]:
-        """The differences."""
-        by_seed = dict(zip(self.row.seeds, self.row.deltas, strict=True))
-        return {seed: delta for seed in sorted(by_seed) if (delta := by_seed[seed]) is not None}
-
-    @property
-    def independent(self) -> list[float]:
-        """Those of the seeds that did not choose, if they are enough for an interval, else none."""
-        fresh = [delta for seed, delta in self.seeds.items() if seed not in self.chose]
-        return fresh if len(fresh) >= ENOUGH_SEEDS else []
-
-    @property
-    def interval(self) -> Interval:
-        """Over the seeds that did not choose, or over all."""
-        return Interval(self.independent or list(self.seeds.values()))
-
-    def __str__(self) -> str:
-        seeds = ", ".join(f"{seed}{'*' * (seed in self.chose)} {delta:+.4f}" for seed, delta in self.seeds.items())
-        return f"{METHODS[self.method]}, lr {self.row.lr:g}: {self.interval}; seeds (* chose): {seeds}"
 
 
 class Picture(NamedTuple):
@@ -302,30 +226,30 @@ LOOKS: Mapping[str, Mapping[str, Any]] = {
     "seed that did not choose a learning rate": {"marker": "o", "linestyle": ""},
     "seed that also chose one": {"marker": "o", "linestyle": "", "markerfacecolor": "white"},
     "99% interval over seeds that did not choose": {"linewidth": 5, "alpha": 0.4},
-    "over all seeds, where fewer than three did not": {"linewidth": 1.2, "linestyle": (0, (3, 2))},
+    "over all seeds, where all also chose": {"linewidth": 1.2, "linestyle": (0, (3, 2))},
 }
 
 
 def forest(compared: Sequence[Compared]) -> Picture:
     """Draw how the methods of SHOWN differ from AdamW."""
-    by_key = {(x.table, x.panel, x.commit, x.steps): comparison for x, comparison in compared}
+    rows = by_key(compared)
     figure = Figure(figsize=(5.6, 9.9))
     axes = figure.add_axes((0.35, 0.158, 0.545, 0.819))
     write = functools.partial(axes.text, transform=blended_transform_factory(figure.transFigure, axes.transData))
     y, numbers = 0.0, []
     for setting, places in SHOWN.items():
         y += HEADING
-        loss = by_key[next(iter(places.values()))[0]].best[0].loss
+        loss = rows[next(iter(places.values()))[0]].best[0].loss
         write(0.01, y, setting, weight="bold", va="center", fontsize=SIZE)
         write(0.99, y, f"AdamW {loss:.3f}", ha="right", va="center", fontsize=SIZE)
         numbers.append(f"{setting}: AdamW {loss:.4f}")
         for method, (key, variant) in places.items():
             y += LINE
-            difference = Difference(method, best(by_key[key], variant), chose(by_key[key]))
+            ours = difference(rows[key], variant)
             write(0.03, y, METHODS[method], va="center", fontsize=SIZE)
-            write(0.99, y, minus(f"{difference.interval.mean:+.3f}"), ha="right", va="center", fontsize=SIZE)
-            draw_difference(axes, y, difference)
-            numbers.append(str(difference))
+            write(0.99, y, minus(f"{ours}"), ha="right", va="center", fontsize=SIZE)
+            draw_difference(axes, y, ours, COLORS[STYLES[method] % len(COLORS)])
+            numbers.append(f"{METHODS[method]}, lr {rows[key].best_lr(variant):g}: {described(ours)}")
     axes.axvline(0.0, color=COLORS[STYLES["AdamW"]], linewidth=1.2, zorder=1)
     axes.set(xlim=(LOW, HIGH), ylim=(y + HEADING, 0.0), yticks=[])
     axes.spines["left"].set_visible(False)
@@ -340,17 +264,23 @@ def forest(compared: Sequence[Compared]) -> Picture:
     return Picture(figure, "\n".join(numbers))
 
 
-def draw_difference(axes: Axes, y: float, difference: Difference) -> None:
+def described(ours: Difference) -> str:
+    """Return what is drawn of a difference."""
+    seeds = (f"{seed}{'*' * (seed in ours.chose)} {value:+.4f}" for seed, value in sorted(ours.by_seed.items()))
+    return f"{ours.interval}; seeds (* chose): {', '.join(seeds)}"
+
+
+def draw_difference(axes: Axes, y: float, ours: Difference, color: str) -> None:
     """Draw a dot for each seed and a bar for the interval, if there is one."""
-    color, interval = COLORS[STYLES[difference.method] % len(COLORS)], difference.interval
     full, hollow, solid, dashed = LOOKS.values()
+    interval = ours.interval
     if not math.isinf(interval.detectable):
-        look = solid if difference.independent else dashed
+        look = solid if ours.fresh else dashed
         axes.plot([interval.low, interval.high], [y, y], color=color, solid_capstyle="butt", zorder=2, **look)
-    for seed, delta in difference.seeds.items():
-        look = hollow if seed in difference.chose else full
-        axes.plot([delta], [y], color=color, markersize=4.5, markeredgewidth=1.1, zorder=3, **look)
-    if beyond := sorted(delta for delta in difference.seeds.values() if delta > HIGH):
+    for seed, value in ours.by_seed.items():
+        look = hollow if seed in ours.chose else full
+        axes.plot([value], [y], color=color, markersize=4.5, markeredgewidth=1.1, zorder=3, **look)
+    if beyond := sorted(value for value in ours.by_seed.values() if value > HIGH):
         words = f"{beyond[0]:+.2f} to {beyond[-1]:+.2f} →"
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
         axes.text(HIGH, y, words, color=color, ha="right", va="center", fontsize=SIZE, bbox=box)
@@ -364,7 +294,7 @@ def minus(number: str) -> str:
 def rates(compared: Sequence[Compared]) -> Picture:
     """Draw the final loss by learning rate with one layer of width 1024: lines are seed 0, points all seeds."""
     names = {"AdamW": "AdamW", "exp": "default", "paper": "paper-init", "number": "number", "qk_all": "qk-bias"}
-    (whole,) = (comparison for x, comparison in compared if (x.table, x.panel, x.commit, x.steps) == WIDTH_1024)
+    whole = by_key(compared)[WIDTH_1024]
     runs = [replace(run, variant=names[run.variant]) for run in whole.runs if run.variant in names]
     runs.sort(key=lambda run: (list(names.values()).index(run.variant), run.lr, run.seed))
     others = tuple(seed for seed in whole.seeds if seed)
@@ -388,10 +318,12 @@ def main() -> None:
             PAGE.write_text(text)
             for path, picture in pictures.items():
                 picture.save(path)
-    stale = [path for path, picture in pictures.items() if numbers_of(path) != picture.numbers]
-    for path in [PAGE] * (PAGE.read_text() != text) + stale:
-        print(f"{path.relative_to(ROOT)} is not up to date: run python benchmarks/evidence.py", file=sys.stderr)
-    sys.exit(bool(stale) or PAGE.read_text() != text)
+    old = [PAGE] * (PAGE.read_text() != text)
+    old += [path for path, picture in pictures.items() if numbers_of(path) != picture.numbers]
+    problems = [f"{path.relative_to(ROOT)} is not up to date: run python benchmarks/evidence.py" for path in old]
+    problems += stale(ROOT, by_key(compared))
+    print("\n".join(problems), end="\n" * bool(problems), file=sys.stderr)
+    sys.exit(bool(problems))
 
 
 if __name__ == "__main__":

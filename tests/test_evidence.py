@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from quotes import PAGES, stale
 
 from scripts import load
 
@@ -71,15 +72,15 @@ def test_rows_say_the_setting_who_chose_the_rates_and_the_verdict(evidence, tmp_
 
 
 def test_a_setting_has_one_baseline(evidence):
-    by_key = {(x.table, x.panel, x.commit, x.steps): comparison for x, comparison in evidence.experiments()}
+    rows = evidence.by_key(evidence.experiments())
     for setting, places in evidence.SHOWN.items():
-        found = {evidence.losses(by_key[key], by_key[key].baseline) for key, _ in places.values()}
+        found = {evidence.best_runs(rows[key], rows[key].baseline) for key, _ in places.values()}
         assert len(found) == 1, setting
 
 
 def test_drawn_are_the_seeds_and_the_interval_over_those_that_did_not_choose(evidence):
     losses, lrs = {}, {}
-    with evidence.ROWS.open(newline="") as lines:
+    with (ROOT / "results/mini.csv").open(newline="") as lines:
         for row in csv.DictReader(lines):
             if (row["table"], row["commit"][:7]) == ("width-1024", "44ad1b2") and row["variant"] in ("AdamW", "paper"):
                 if row["variant"] == "AdamW" and row["lr"] != "0.0003":  # at the paper's rate nothing was chosen
@@ -112,3 +113,23 @@ def test_a_picture_repeats_and_carries_its_numbers(evidence, tmp_path):
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     assert evidence.numbers_of(tmp_path / "a.svg") == picture.numbers
     assert "qk-bias, lr 0.001, seed 2: 3.7" in picture.numbers
+
+
+def test_a_number_in_the_documentation_is_that_of_the_rows(evidence, tmp_path):
+    rows = evidence.by_key(evidence.experiments())
+    for name in PAGES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    assert list(stale(tmp_path, rows)) == []
+    page = tmp_path / "README.md"
+    page.write_text(page.read_text().replace("**-0.20**", "**-0.30**") + "\nIt gains 0.123.\n")
+    ends = ("**-0.20** | **-0.08** (one seed) |'", "**-0.30'", "**-0.30** | **-0.08'", "It gains 0.123'")
+    for problem, end in zip(stale(tmp_path, rows), ends, strict=True):
+        assert problem.endswith(end)
+
+
+def test_seeds_that_chose_a_rate_count_only_if_all_did(evidence):
+    ours = evidence.Difference({0: -1.0, 1: 0.1, 2: 0.3}, {0})
+    assert (f"{ours}", f"{ours.all}", ours[0], ours.size) == ("+0.200", "-0.200", "-1.000", "0.200")
+    assert f"{evidence.Difference({0: -1.0, 1: 0.4}, {0, 1}):1}" == "-0.3"
+    assert ours.all.half == "-0.200 ± 4.011"  # 9.9248 times the standard error, 0.7 over the root of 3

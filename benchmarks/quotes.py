@@ -1,0 +1,233 @@
+"""What README and the documentation say in numbers, computed from the rows of results/mini.csv."""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from differences import Difference, Key, difference, losses
+
+from symexplin.lab.compare.comparison import Comparison
+
+Rows = Mapping[Key, Comparison]
+
+WIDTH_1024 = Key("width-1024", "1024x1", "44ad1b2", 1500)
+WIDTH_1024_GPU = Key("width-1024-gpu", "1024x1", "fa670e7", 1500)
+NO_BIAS = Key("width-1024-cores", "1024x1-no-bias", "50a7ce3", 1500)
+TWELVE = Key("width-1024-gpu", "1024x12", "648d882", 1000)
+TWELVE_INIT = Key("width-1024-gpu", "1024x12", "354dea9", 1000)
+TWELVE_LAYER = Key("width-1024-start", "1024x12-layer", "ee10189", 1000)
+TWELVE_STD_32 = Key("width-1024-start", "1024x12-std32", "ee10189", 1000)
+
+
+def of(rows: Rows, *key: Any) -> Callable[..., Difference]:
+    """Return what computes the differences of an experiment."""
+    return partial(difference, rows[Key(*key)])
+
+
+def by_seed(ours: Difference) -> str:
+    """Return the cells of a table with a column for each of three seeds."""
+    cells = (ours[seed] if seed in ours.by_seed else "" for seed in range(3))
+    return re.sub(" +", " ", " | ".join(cells)).strip()
+
+
+def readme(rows: Rows) -> Iterator[str]:
+    """Yield the cells of README's table."""
+    one, twelve = of(rows, *WIDTH_1024), of(rows, *TWELVE)
+    init, layer = of(rows, *TWELVE_INIT)("paper"), of(rows, *TWELVE_LAYER)("paper")
+    yield f"| the default | {one('exp'):2} (not resolved) | {twelve('default'):2} |"
+    yield f"from the model's own initial weights | {one('matched'):2} (one seed) | {twelve('matched'):2} |"
+    yield f"| the paper's method with its initialization | {one('paper'):2} | [**{init:1}**]"
+    yield f"| the paper's method with its initialization, LayerNorm | not run | {layer:2} |"
+    yield f"biases train faster | **{one('qk_all'):2}** | **{twelve('qk_all'):2}** (one seed) |"
+
+
+def one_layer(rows: Rows) -> Iterator[str]:
+    """Yield what was trained with one layer of width 1024."""
+    one, bare, gpu = of(rows, *WIDTH_1024), of(rows, *NO_BIAS), of(rows, *WIDTH_1024_GPU)
+    low, adamw = one("paper@3e-4", "AdamW@3e-4").all, one("AdamW", "AdamW@3e-4").all
+    yield f"the paper's method differs by {low} ({low.ends}, three seeds). But AdamW ends {adamw.size} lower"
+    yield f"then the paper's method differs by {one('paper')}."
+    yield f"one number gained {bare('number').size} and the paper's method {bare('matched').size} with one layer"
+    yield f"with its initialization, differs from AdamW by {one('paper').whole}, better (five seeds)"
+    yield f"The default differs by {one('exp').whole}, not resolved"
+    yield f"seed 0 included, it differs from AdamW by {one('qk_all').all.whole}, better"
+    yield f"with its initialization by {one('qk_all', 'paper').all.whole}, not resolved"
+    for name, variant in {
+        "the paper's method with its initialization": "paper",
+        "the paper's method, from the model's own initial weights": "matched",
+        "initialization (at 1.4e-3)": "frozen",
+        '`preset("structured_linear")`': "linear",
+        "without a curve": "number",
+        "AdamW, all matrices at half the rate": "half",
+        "AdamW, queries and keys initialized at 0.1 of the scale": "qk",
+        "biases at 5 times the rate": "qk_bias",
+        "trained at 0.05 of the rate": "qk_both",
+        "QK-bias AdamW": "qk_all",
+        "hard-coded, queries and keys at 0.05 of the scale": "hand",
+        "the default with the changes of QK-bias AdamW": "exp_all",
+        "initial weights, with the changes of QK-bias AdamW": "matched_all",
+    }.items():
+        yield f"{name} | {by_seed(one(variant))} |"
+    yield f"scale and rate {bare('qk_both')}, one number per matrix {bare('number')}, learned scales"
+    yield f"without a curve {bare('linear')}, the paper's method from the model's own initial weights {bare('matched')}"
+    yield f"the default {bare('default')}. At width 64"
+    warmup, betas = gpu("warmup@7e-4", "AdamW@7e-4"), gpu("betas@7e-4", "AdamW@7e-4")
+    yield f"Weight decay 0.1 ({one('decay')}), a longer warm-up ({warmup}) and betas of 0.9 and 0.95 ({betas})"
+
+
+def twelve_layers(rows: Rows) -> Iterator[str]:
+    """Yield what was trained with twelve layers of width 1024."""
+    twelve, init, layer = of(rows, *TWELVE), of(rows, *TWELVE_INIT), of(rows, *TWELVE_LAYER)
+    for name, variant in {
+        "the paper's method, from the model's own initial weights": "matched",
+        "one learned number per matrix, without a curve": "number",
+        "the default": "default",
+        "QK-bias AdamW": "qk_all",
+    }.items():
+        yield f"| {name} | {by_seed(twelve(variant))} |"
+    above = init("paper").by_seed.values()
+    yield f"ended {min(above):.2f} to {max(above):.2f} above AdamW at 7e-4 (three seeds"
+    at = partial(losses, rows[TWELVE_LAYER])
+    adamw, paper, matched = (
+        ", ".join(f"{loss:.4f}" for loss in at(place).values())
+        for place in ("AdamW@7e-4", "paper@1e-3", "matched@1e-3")
+    )
+    yield f"| 7e-4 | 0, 1, 2 | {adamw} | {at('paper@7e-4')[0]:.4f} (seed 0) | |"
+    yield f"| 1e-3 | 0, 1, 2 | {at('AdamW@1e-3')[0]:.4f} (seed 0) | {paper} | {matched} |"
+    paper, matched = (
+        "{:.3f}, {:.3f} and {:.3f}".format(*(-value for value in layer(variant).by_seed.values()))
+        for variant in ("paper", "matched")
+    )
+    yield f"with its initialization ends {paper} below AdamW; from the model's own initial weights {matched}."
+    large = partial(losses, rows[TWELVE_STD_32])
+    yield f"with its initialization ended at {large('paper')[0]:.4f}, below"
+    yield f"and AdamW at {large('AdamW')[0]:.4f} (one seed"
+
+
+def miniature(rows: Rows) -> Iterator[str]:
+    """Yield the paper's claims, each with the paper's own number."""
+
+    def table(name: str) -> Callable[..., Difference]:
+        return of(rows, name, "128x4", "d3fc95d", 600)
+
+    frozen = table("frozen")
+    for claim, paper, ours in (
+        ("width 1024, depth 12)", "-0.031", table("main_grid")("mismatch")),
+        ("with offset and LoRA", "-0.038", table("main_grid")("mismatch+offset")),
+        ("congruent ends below AdamW (table 3)", "-0.011", table("start_1024")("congruent")),
+        ("the default ends below AdamW (table 5)", "-0.005", table("exp_only")("exp_only-ff")),
+        ("the paper's initialization (table 6)", "-0.018", frozen("frozen")),
+        ("from the model's own initial weights", "-0.008", frozen("frozen-congruent")),
+        ("learning the scales helps further (table 6)", "-0.016", frozen("fixed_curvature", "frozen")),
+        ("is worse than AdamW (table 7)", "+0.019", table("structured_linear")("linear-global")),
+        ("beat fixed ones (table 9)", "-0.005", table("lr_annealing")("annealed", "fixed")),
+        ("in log space is better (table 10)", "-0.006", table("curvature")("absorbed", "fixed")),
+    ):
+        yield f"{claim} | {paper} | {ours.half} |"
+
+
+def regimes(rows: Rows) -> Iterator[str]:
+    """Yield the table of all regimes."""
+    for width, steps in ((64, 200), (128, 700), (256, 2600)):
+        ours = of(rows, "widths", f"{width}x2", "ff759b9", steps)("default")
+        papers = of(rows, "widths", f"{width}x2", "7a0cb4d", steps)("mismatch")
+        yield f"| {ours.whole}; {papers.whole} | {len(ours.interval.values)} |"
+    exp_only = of(rows, "exp_only", "128x4", "d3fc95d", 600)
+    yield f"| {exp_only('exp_only-ff').whole}; {exp_only('full').whole}, same seeds | 3 |"
+    code = of(rows, "control", "128x4", "b3eebc4", 600)("default")
+    english = of(rows, "default", "128x4", "ff759b9", 600)("default")
+    yield f"| {code.whole}; {english.whole}, same seeds | 4; 8 |"
+    yield f"| {of(rows, 'default', '128x4', 'ff759b9', 1800)('default').whole}, same seeds | 6 |"
+    yield f"| {of(rows, 'lengths', '128x2-10000', '28e925c', 10000)('default').all.whole} | 3, one chose |"
+    bare, twelve, layer = of(rows, *NO_BIAS), of(rows, *TWELVE), of(rows, *TWELVE_LAYER)
+    yield f"| {bare('matched')}; {bare('number')}; {bare('default')} | 1 |"
+    yield f"| {twelve('matched')}; {twelve('number')}; {twelve('default')} | 2 |"
+    yield f"| {of(rows, *TWELVE_INIT)('paper')} | 2 |"
+    yield f"| {layer('paper')}; {layer('matched')} | 2 |"
+    schedules = of(rows, "attempts", "64x3", "0697dbd", 600)
+    yield f"decays as 1 - (t/T)^8 | {schedules('exp-grows', 'adamw-power-8').whole} | 3 |"
+    half = of(rows, "attempts", "64x3", "c9f8bae", 600, True)
+    yield f"with the same and small queries and keys | {half('best-exp-2-0_5', 'best-0_5').whole} | 16 |"
+    small = of(rows, "attempts", "64x3-no-bias", "fafe4b8", 600, True)
+    yield f"at 0.1 of their scale | AdamW | {small('qk-0_1').whole} | 8 |"
+    sparse = of(rows, "sparsity", "64x3", "8648390", 1000)
+    yield f"| Powerpropagation | {sparse('exp-16-gradual-80', 'power-2-gradual-80').all.whole} | 3, one chose |"
+    yield f"| Muon | {of(rows, 'muon', '64x3', 'c9f8bae', 600)('default', 'Muon').all.whole} | 3, one chose |"
+
+
+def evidence(rows: Rows) -> Iterator[str]:
+    """Yield the sentences and cells of the page of evidence."""
+    for part in (one_layer, twelve_layers, miniature, regimes):
+        yield from part(rows)
+
+
+def start_with(rows: Rows) -> Iterator[str]:
+    """Yield the sentences of the page that says what to start with."""
+    power = of(rows, "attempts", "64x3", "0697dbd", 600)("AdamW", "adamw-power-8")
+    yield f"gained {power.half[1:]} nats per byte over linear decay"
+    small = of(rows, "attempts", "64x3-no-bias", "fafe4b8", 600, True)("AdamW", "qk-0_1")
+    yield f"{small.half[1:]} lower in models of width 64 (eight seeds)"
+    yield f"did not help ({of(rows, *NO_BIAS)('qk_both')}, one seed)"
+    one = of(rows, *WIDTH_1024)("paper", "matched")
+    yield f"With RMSNorm it cost {Difference({0: one.by_seed[0]}).size} nats per token with one layer"
+    layer = of(rows, *TWELVE_LAYER)("paper", "matched")
+    yield f"the loss of twelve layers by {layer[0]}, {layer[1]} and {layer[2]}."
+
+
+def learning_rate(rows: Rows) -> Iterator[str]:
+    """Yield the sentences on longer steps without a map."""
+    control = of(rows, "control", "128x4", "b3eebc4", 600)
+    permuted, scaled, default = (control(variant) for variant in ("permuted", "scaled", "default"))
+    low = min(ours.interval.low for ours in (permuted, scaled, default))
+    high = max(ours.interval.high for ours in (permuted, scaled, default))
+    yield (
+        f"permuted S ends {permuted.size} below AdamW, AdamW with S {scaled.size} and the default {default.size} "
+        f"(99% intervals within {low:+.3f} to {high:+.3f})"
+    )
+    near, far = (
+        math.ceil(1000 * max(map(abs, control(variant, "default").by_seed.values()))) / 1000
+        for variant in ("scaled", "permuted")
+    )
+    yield f"within {near:.3f} of the default, and AdamW with permuted S within {far:.3f}."
+
+
+PAGES = {
+    "README.md": readme,
+    "docs/explanation/evidence.md": evidence,
+    "docs/how-to/start-with.md": start_with,
+    "docs/explanation/learning-rate.md": learning_rate,
+}
+ELSEWHERE = {  # numbers that are not in the rows
+    "docs/explanation/evidence.md": (
+        "changes its loss by up to 0.010.",  # results/log.md, 2026-11-26
+        "reaches 0.97 after three layers and 0.998 after twelve",  # python benchmarks/start.py
+        "it ended at 3.2409,",  # results/log.md: stopped after its last evaluation
+        # The tables, verdicts and rows of commit 960ab5b (results/README.md).
+        "their evaluations (table 8) | 0.0009 | 0.0016 ± 0.004 |",
+        "excess kurtosis (measured at commit 960ab5b) | yes | +2.89 ± 0.13 |",
+        "L2-SP, averaged with the first weights | -0.000 (-0.002 to +0.002) | 3 |",
+        "AdamW with a log-sum penalty | +0.034 (-0.019 to +0.086) | 8 |",
+        "AdamW with L1 | +0.070 (+0.043 to +0.097); +0.047 (+0.016 to +0.079); +0.123 (+0.025 to +0.221) | 3, one chose |",
+        "AdamW tuned the same way | +0.010 (-0.014 to +0.034); -0.006 (-0.024 to +0.011) | 16 |",
+    ),
+    "docs/how-to/start-with.md": (  # python benchmarks/qk_norm.py
+        "0.075 lower in a small Qwen3 (three seeds",
+        "the rates made AdamW worse by 0.194 (0.175 to 0.214, three seeds)",
+    ),
+}
+NUMBER = re.compile(r"(?<![\w.])[+-]\d\.\d+|(?<![\w.])\d\.\d{3,}")  # a difference or a loss
+
+
+def stale(root: Path, rows: Rows) -> Iterator[str]:
+    """Yield the quotations that a page does not have, and the numbers of a page that no quotation has."""
+    for name, quotations in PAGES.items():
+        page = " ".join((root / name).read_text().split())
+        for quotation in (*quotations(rows), *ELSEWHERE.get(name, ())):
+            if quotation not in page:
+                yield f"{name} does not say {quotation!r}"
+            page = page.replace(quotation, "...")
+        for number in NUMBER.finditer(page):
+            yield f"{name} has a number without a source: {page[max(0, number.start() - 40) : number.end()]!r}"
