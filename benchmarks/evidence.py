@@ -23,7 +23,7 @@ from differences import Compared, Difference, Key, by_key, chose, difference, ex
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import blended_transform_factory
-from quotes import TWELVE, TWELVE_INIT, TWELVE_LAYER, WIDTH_1024, stale
+from quotes import NO_BIAS, ONE_LAYER_NORM, TWELVE, TWELVE_INIT, TWELVE_LAYER, WIDTH_1024, stale
 
 from symexplin.lab.compare.comparison import Comparison, Row
 from symexplin.lab.compare.grid import LABELS
@@ -189,6 +189,15 @@ SHOWN: Mapping[str, Mapping[str, tuple[Key, str]]] = {
         "number": (WIDTH_1024, "number"),
         "qk-bias": (WIDTH_1024, "qk_all"),
     },
+    "the same without biases": {
+        "default": (NO_BIAS, "default"),
+        "paper": (NO_BIAS, "matched"),
+        "number": (NO_BIAS, "number"),
+    },
+    "the same with biases, norms that subtract the mean": {
+        "paper": (ONE_LAYER_NORM, "matched"),
+        "paper-init": (ONE_LAYER_NORM, "paper"),
+    },
     "width 1024, 12 layers, 1,000 steps": {
         "default": (TWELVE, "default"),
         "paper": (TWELVE, "matched"),
@@ -233,8 +242,8 @@ LOOKS: Mapping[str, Mapping[str, Any]] = {
 def forest(compared: Sequence[Compared]) -> Picture:
     """Draw how the methods of SHOWN differ from AdamW."""
     rows = by_key(compared)
-    figure = Figure(figsize=(5.6, 9.9))
-    axes = figure.add_axes((0.35, 0.158, 0.545, 0.819))
+    figure = Figure(figsize=(5.6, 11.4))
+    axes = figure.add_axes((0.35, 0.137, 0.545, 0.843))
     write = functools.partial(axes.text, transform=blended_transform_factory(figure.transFigure, axes.transData))
     y, numbers = 0.0, []
     for setting, places in SHOWN.items():

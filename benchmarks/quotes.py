@@ -15,6 +15,9 @@ Rows = Mapping[Key, Comparison]
 
 WIDTH_1024 = Key("width-1024", "1024x1", "44ad1b2", 1500)
 WIDTH_1024_GPU = Key("width-1024-gpu", "1024x1", "fa670e7", 1500)
+ONE_LAYER_NORM = Key("width-1024-cores", "1024x1-layer", "50a7ce3", 1500)
+SEVERE = Key("width-1024-cores", "256x8", "50a7ce3", 250)
+SEVERE_LAYER = Key("width-1024-cores", "256x8-layer", "50a7ce3", 250)
 NO_BIAS = Key("width-1024-cores", "1024x1-no-bias", "50a7ce3", 1500)
 TWELVE = Key("width-1024-gpu", "1024x12", "648d882", 1000)
 TWELVE_INIT = Key("width-1024-gpu", "1024x12", "354dea9", 1000)
@@ -40,7 +43,8 @@ def readme(rows: Rows) -> Iterator[str]:
     yield f"| the default | {one('exp'):2} (not resolved) | {twelve('default'):2} |"
     yield f"from the model's own initial weights | {one('matched'):2} (one seed) | {twelve('matched'):2} |"
     yield f"| the paper's method with its initialization | {one('paper'):2} | [**{init:1}**]"
-    yield f"| the paper's method with its initialization, LayerNorm | not run | {layer:2} |"
+    single = of(rows, *ONE_LAYER_NORM)("paper")
+    yield f"| the paper's method with its initialization, LayerNorm | {single:2} (one seed) | {layer:2} |"
     yield f"biases train faster | **{one('qk_all'):2}** | **{twelve('qk_all'):2}** (one seed) |"
 
 
@@ -102,6 +106,16 @@ def twelve_layers(rows: Rows) -> Iterator[str]:
         for variant in ("paper", "matched")
     )
     yield f"with its initialization ends {paper} below AdamW; from the model's own initial weights {matched}."
+    one, single = (of(rows, *key) for key in (WIDTH_1024, ONE_LAYER_NORM))
+    start = Difference({0: one("paper", "matched").by_seed[0]}), single("paper", "matched")
+    yield f"one layer, the paper's method (seed 0) | {start[0]} | {start[1]} |"
+    yield f"(seed 0; the paper reports -0.010) | | {single('frozen', 'frozen_matched')} |"
+    rms, subtracted = (
+        ", ".join(of(rows, *key)("paper", "matched")[seed] for seed in range(3)) for key in (SEVERE, SEVERE_LAYER)
+    )
+    yield f"at one rate (seeds 0, 1, 2) | {rms} | {subtracted} |"
+    yield f"the paper's method ends {single('paper').size} below AdamW with its initialization, and"
+    yield f"{single('matched').size} below from the model's own initial weights (seed 0)"
     large = partial(losses, rows[TWELVE_STD_32])
     yield f"with its initialization ended at {large('paper')[0]:.4f}, below"
     yield f"and AdamW at {large('AdamW')[0]:.4f} (one seed"
@@ -144,6 +158,10 @@ def regimes(rows: Rows) -> Iterator[str]:
     yield f"| {of(rows, 'lengths', '128x2-10000', '28e925c', 10000)('default').all.whole} | 3, one chose |"
     bare, twelve, layer = of(rows, *NO_BIAS), of(rows, *TWELVE), of(rows, *TWELVE_LAYER)
     yield f"| {bare('matched')}; {bare('number')}; {bare('default')} | 1 |"
+    single = of(rows, *ONE_LAYER_NORM)
+    yield f"| {single('paper')}; {single('matched')}; {single('frozen_matched')} | 1 |"
+    for key in (SEVERE, SEVERE_LAYER):
+        yield f"| {of(rows, *key)('paper').whole}; {of(rows, *key)('matched').whole} | 3 |"
     yield f"| {twelve('matched')}; {twelve('number')}; {twelve('default')} | 2 |"
     yield f"| {of(rows, *TWELVE_INIT)('paper')} | 2 |"
     yield f"| {layer('paper')}; {layer('matched')} | 2 |"
@@ -174,7 +192,8 @@ def start_with(rows: Rows) -> Iterator[str]:
     one = of(rows, *WIDTH_1024)("paper", "matched")
     yield f"With RMSNorm it cost {Difference({0: one.by_seed[0]}).size} nats per token with one layer"
     layer = of(rows, *TWELVE_LAYER)("paper", "matched")
-    yield f"the loss of twelve layers by {layer[0]}, {layer[1]} and {layer[2]}."
+    yield f"the loss of one layer by {of(rows, *ONE_LAYER_NORM)('paper', 'matched')}, and"
+    yield f"of twelve by {layer[0]}, {layer[1]} and {layer[2]}."
 
 
 def learning_rate(rows: Rows) -> Iterator[str]:
