@@ -75,9 +75,14 @@ def one_layer(rows: Rows) -> Iterator[str]:
         "initial weights, with the changes of QK-bias AdamW": "matched_all",
     }.items():
         yield f"{name} | {by_seed(one(variant))} |"
-    yield f"scale and rate {bare('qk_both')}, one number per matrix {bare('number')}, learned scales"
-    yield f"without a curve {bare('linear')}, the paper's method from the model's own initial weights {bare('matched')}"
-    yield f"the default {bare('default')}. At width 64"
+    for name, variant in {
+        "the paper's method, from the model's own initial weights": "matched",
+        "one learned number per matrix, without a curve": "number",
+        "learned scales without a curve": "linear",
+        "AdamW, queries and keys at 0.05 of the scale and rate": "qk_both",
+        "the default": "default",
+    }.items():
+        yield f"| {name} | {by_seed(bare(variant))} |"
     warmup, betas = gpu("warmup@7e-4", "AdamW@7e-4"), gpu("betas@7e-4", "AdamW@7e-4")
     yield f"Weight decay 0.1 ({one('decay')}), a longer warm-up ({warmup}) and betas of 0.9 and 0.95 ({betas})"
 
@@ -157,7 +162,7 @@ def regimes(rows: Rows) -> Iterator[str]:
     yield f"| {of(rows, 'default', '128x4', 'ff759b9', 1800)('default').whole}, same seeds | 6 |"
     yield f"| {of(rows, 'lengths', '128x2-10000', '28e925c', 10000)('default').all.whole} | 3, one chose |"
     bare, twelve, layer = of(rows, *NO_BIAS), of(rows, *TWELVE), of(rows, *TWELVE_LAYER)
-    yield f"| {bare('matched')}; {bare('number')}; {bare('default')} | 1 |"
+    yield f"| {bare('matched')}; {bare('number')}; {bare('default')} | 1; 1; 1 |"
     single = of(rows, *ONE_LAYER_NORM)
     yield f"| {single('paper')}; {single('matched')}; {single('frozen_matched')} | 1 |"
     for key in (SEVERE, SEVERE_LAYER):
