@@ -39,12 +39,15 @@ def by_seed(ours: Difference) -> str:
 def readme(rows: Rows) -> Iterator[str]:
     """Yield the cells of README's table."""
     one, twelve = of(rows, *WIDTH_1024), of(rows, *TWELVE)
-    init, layer = of(rows, *TWELVE_INIT)("paper"), of(rows, *TWELVE_LAYER)("paper")
+    init, layer, single = (of(rows, *key) for key in (TWELVE_INIT, TWELVE_LAYER, ONE_LAYER_NORM))
     yield f"| the default | {one('exp'):2} (not resolved) | {twelve('default'):2} |"
     yield f"from the model's own initial weights | {one('matched'):2} (one seed) | {twelve('matched'):2} |"
-    yield f"| the paper's method with its initialization | {one('paper'):2} | [**{init:1}**]"
-    single = of(rows, *ONE_LAYER_NORM)("paper")
-    yield f"| the paper's method with its initialization, LayerNorm | {single:2} (one seed) | {layer:2} |"
+    yield f"| the paper's method with its initialization | {one('paper'):2} | [**{init('paper'):1}**]"
+    for name, variant in {
+        "from the model's own initial weights": "matched",
+        "method with its initialization": "paper",
+    }.items():
+        yield f"{name}, LayerNorm | {single(variant):2} (one seed) | {layer(variant):2} |"
     yield f"biases train faster | **{one('qk_all'):2}** | **{twelve('qk_all'):2}** (one seed) |"
 
 
@@ -53,7 +56,7 @@ def one_layer(rows: Rows) -> Iterator[str]:
     one, bare, gpu = of(rows, *WIDTH_1024), of(rows, *NO_BIAS), of(rows, *WIDTH_1024_GPU)
     low, adamw = one("paper@3e-4", "AdamW@3e-4").all, one("AdamW", "AdamW@3e-4").all
     yield f"the paper's method differs by {low} ({low.ends}, three seeds). But AdamW ends {adamw.size} lower"
-    yield f"then the paper's method differs by {one('paper')}."
+    yield f"then the paper's method differs by {one('paper')} (five seeds)."
     yield f"one number gained {bare('number').size} and the paper's method {bare('matched').size} with one layer"
     yield f"with its initialization, differs from AdamW by {one('paper').whole}, better (five seeds)"
     yield f"The default differs by {one('exp').whole}, not resolved"
@@ -119,8 +122,6 @@ def twelve_layers(rows: Rows) -> Iterator[str]:
         ", ".join(of(rows, *key)("paper", "matched")[seed] for seed in range(3)) for key in (SEVERE, SEVERE_LAYER)
     )
     yield f"at one rate (seeds 0, 1, 2) | {rms} | {subtracted} |"
-    yield f"the paper's method ends {single('paper').size} below AdamW with its initialization, and"
-    yield f"{single('matched').size} below from the model's own initial weights (seed 0)"
     large = partial(losses, rows[TWELVE_STD_32])
     yield f"with its initialization ended at {large('paper')[0]:.4f}, below"
     yield f"and AdamW at {large('AdamW')[0]:.4f} (one seed"
