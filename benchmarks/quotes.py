@@ -163,7 +163,7 @@ def regimes(rows: Rows) -> Iterator[str]:
     yield f"| {of(rows, 'default', '128x4', 'ff759b9', 1800)('default').whole}, same seeds | 6 |"
     yield f"| {of(rows, 'lengths', '128x2-10000', '28e925c', 10000)('default').all.whole} | 3, one chose |"
     bare, twelve, layer = of(rows, *NO_BIAS), of(rows, *TWELVE), of(rows, *TWELVE_LAYER)
-    yield f"| {bare('matched')}; {bare('number')}; {bare('default')} | 1; 1; 1 |"
+    yield f"| {bare('matched')}; {bare('number')}; {bare('default')} | 2; 2; 1 |"
     single = of(rows, *ONE_LAYER_NORM)
     yield f"| {single('paper')}; {single('matched')}; {single('frozen_matched')} | 1 |"
     for key in (SEVERE, SEVERE_LAYER):
