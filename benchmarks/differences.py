@@ -30,7 +30,7 @@ class Key(NamedTuple):
 
 
 class Experiment(NamedTuple):
-    """What was trained where, and on what."""
+    """The runs that are compared, and the text that they were trained on."""
 
     key: Key
     text: str

@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from differences import Difference, Key, difference, losses
 
@@ -25,21 +24,23 @@ TWELVE_LAYER = Key("width-1024-start", "1024x12-layer", "ee10189", 1000)
 TWELVE_STD_32 = Key("width-1024-start", "1024x12-std32", "ee10189", 1000)
 
 
-def of(rows: Rows, *key: Any) -> Callable[..., Difference]:
+def of(rows: Rows, key: Key) -> Callable[..., Difference]:
     """Return what computes the differences of an experiment."""
-    return partial(difference, rows[Key(*key)])
+    return partial(difference, rows[key])
 
 
-def by_seed(ours: Difference) -> str:
-    """Return the cells of a table with a column for each of three seeds."""
-    cells = (ours[seed] if seed in ours.by_seed else "" for seed in range(3))
-    return re.sub(" +", " ", " | ".join(cells)).strip()
+def by_seed(ours: Callable[..., Difference], variants: Mapping[str, str]) -> Iterator[str]:
+    """Yield the rows of a table with a column for each of three seeds; `variants` are {first cell: variant}."""
+    for name, variant in variants.items():
+        found = ours(variant)
+        cells = (f" {found[seed]} |" if seed in found.by_seed else " |" for seed in range(3))
+        yield f"| {name} |" + "".join(cells)
 
 
 def readme(rows: Rows) -> Iterator[str]:
     """Yield the cells of README's table."""
-    one, twelve = of(rows, *WIDTH_1024), of(rows, *TWELVE)
-    init, layer, single = (of(rows, *key) for key in (TWELVE_INIT, TWELVE_LAYER, ONE_LAYER_NORM))
+    one, twelve = of(rows, WIDTH_1024), of(rows, TWELVE)
+    init, layer, single = (of(rows, key) for key in (TWELVE_INIT, TWELVE_LAYER, ONE_LAYER_NORM))
     yield f"| the default | {one('exp'):2} (not resolved) | {twelve('default'):2} |"
     yield f"from the model's own initial weights | {one('matched'):2} (one seed) | {twelve('matched'):2} |"
     yield f"| the paper's method with its initialization | {one('paper'):2} | [**{init('paper'):1}**]"
@@ -53,7 +54,7 @@ def readme(rows: Rows) -> Iterator[str]:
 
 def one_layer(rows: Rows) -> Iterator[str]:
     """Yield what was trained with one layer of width 1024."""
-    one, bare, gpu = of(rows, *WIDTH_1024), of(rows, *NO_BIAS), of(rows, *WIDTH_1024_GPU)
+    one, bare, gpu = of(rows, WIDTH_1024), of(rows, NO_BIAS), of(rows, WIDTH_1024_GPU)
     low, adamw = one("paper@3e-4", "AdamW@3e-4").all, one("AdamW", "AdamW@3e-4").all
     yield f"the paper's method differs by {low} ({low.ends}, three seeds). But AdamW ends {adamw.size} lower"
     yield f"then the paper's method differs by {one('paper')} (five seeds)."
@@ -62,44 +63,44 @@ def one_layer(rows: Rows) -> Iterator[str]:
     yield f"The default differs by {one('exp').whole}, not resolved"
     yield f"seed 0 included, it differs from AdamW by {one('qk_all').all.whole}, better"
     yield f"with its initialization by {one('qk_all', 'paper').all.whole}, not resolved"
-    for name, variant in {
+    with_biases = {
         "the paper's method with its initialization": "paper",
         "the paper's method, from the model's own initial weights": "matched",
-        "initialization (at 1.4e-3)": "frozen",
-        '`preset("structured_linear")`': "linear",
-        "without a curve": "number",
+        "the paper's map with fixed scales and the paper's initialization (at 1.4e-3)": "frozen",
+        'learned row x column scales without a curve, `preset("structured_linear")`': "linear",
+        "[one learned number per matrix](../how-to/start-with.md#find-the-factors), without a curve": "number",
         "AdamW, all matrices at half the rate": "half",
         "AdamW, queries and keys initialized at 0.1 of the scale": "qk",
-        "biases at 5 times the rate": "qk_bias",
-        "trained at 0.05 of the rate": "qk_both",
+        "AdamW, queries and keys initialized at 0.1 of the scale, biases at 5 times the rate": "qk_bias",
+        "AdamW, queries and keys initialized at 0.05 of the scale and trained at 0.05 of the rate": "qk_both",
         "QK-bias AdamW": "qk_all",
-        "hard-coded, queries and keys at 0.05 of the scale": "hand",
+        "AdamW with all learned numbers of seed 0 hard-coded, queries and keys at 0.05 of the scale": "hand",
         "the default with the changes of QK-bias AdamW": "exp_all",
-        "initial weights, with the changes of QK-bias AdamW": "matched_all",
-    }.items():
-        yield f"{name} | {by_seed(one(variant))} |"
-    for name, variant in {
+        "the paper's method, from the model's own initial weights, with the changes of QK-bias AdamW": "matched_all",
+    }
+    without_biases = {
         "the paper's method, from the model's own initial weights": "matched",
         "one learned number per matrix, without a curve": "number",
         "learned scales without a curve": "linear",
         "AdamW, queries and keys at 0.05 of the scale and rate": "qk_both",
         "the default": "default",
-    }.items():
-        yield f"| {name} | {by_seed(bare(variant))} |"
+    }
+    yield from by_seed(one, with_biases)
+    yield from by_seed(bare, without_biases)
     warmup, betas = gpu("warmup@7e-4", "AdamW@7e-4"), gpu("betas@7e-4", "AdamW@7e-4")
     yield f"Weight decay 0.1 ({one('decay')}), a longer warm-up ({warmup}) and betas of 0.9 and 0.95 ({betas})"
 
 
 def twelve_layers(rows: Rows) -> Iterator[str]:
     """Yield what was trained with twelve layers of width 1024."""
-    twelve, init, layer = of(rows, *TWELVE), of(rows, *TWELVE_INIT), of(rows, *TWELVE_LAYER)
-    for name, variant in {
+    twelve, init, layer = of(rows, TWELVE), of(rows, TWELVE_INIT), of(rows, TWELVE_LAYER)
+    variants = {
         "the paper's method, from the model's own initial weights": "matched",
         "one learned number per matrix, without a curve": "number",
         "the default": "default",
         "QK-bias AdamW": "qk_all",
-    }.items():
-        yield f"| {name} | {by_seed(twelve(variant))} |"
+    }
+    yield from by_seed(twelve, variants)
     above = init("paper").by_seed.values()
     yield f"ended {min(above):.2f} to {max(above):.2f} above AdamW at 7e-4 (three seeds"
     at = partial(losses, rows[TWELVE_LAYER])
@@ -114,12 +115,12 @@ def twelve_layers(rows: Rows) -> Iterator[str]:
         for variant in ("paper", "matched")
     )
     yield f"with its initialization ends {paper} below AdamW; from the model's own initial weights {matched}."
-    one, single = (of(rows, *key) for key in (WIDTH_1024, ONE_LAYER_NORM))
+    one, single = (of(rows, key) for key in (WIDTH_1024, ONE_LAYER_NORM))
     start = Difference({0: one("paper", "matched").by_seed[0]}), single("paper", "matched")
     yield f"one layer, the paper's method (seed 0) | {start[0]} | {start[1]} |"
     yield f"(seed 0; the paper reports -0.010) | | {single('frozen', 'frozen_matched')} |"
     rms, subtracted = (
-        ", ".join(of(rows, *key)("paper", "matched")[seed] for seed in range(3)) for key in (SEVERE, SEVERE_LAYER)
+        ", ".join(of(rows, key)("paper", "matched")[seed] for seed in range(3)) for key in (SEVERE, SEVERE_LAYER)
     )
     yield f"at one rate (seeds 0, 1, 2) | {rms} | {subtracted} |"
     large = partial(losses, rows[TWELVE_STD_32])
@@ -131,7 +132,7 @@ def miniature(rows: Rows) -> Iterator[str]:
     """Yield the paper's claims, each with the paper's own number."""
 
     def table(name: str) -> Callable[..., Difference]:
-        return of(rows, name, "128x4", "d3fc95d", 600)
+        return of(rows, Key(name, "128x4", "d3fc95d", 600))
 
     frozen = table("frozen")
     for claim, paper, ours in (
@@ -152,34 +153,34 @@ def miniature(rows: Rows) -> Iterator[str]:
 def regimes(rows: Rows) -> Iterator[str]:
     """Yield the table of all regimes."""
     for width, steps in ((64, 200), (128, 700), (256, 2600)):
-        ours = of(rows, "widths", f"{width}x2", "ff759b9", steps)("default")
-        papers = of(rows, "widths", f"{width}x2", "7a0cb4d", steps)("mismatch")
+        ours = of(rows, Key("widths", f"{width}x2", "ff759b9", steps))("default")
+        papers = of(rows, Key("widths", f"{width}x2", "7a0cb4d", steps))("mismatch")
         yield f"| {ours.whole}; {papers.whole} | {len(ours.interval.values)} |"
-    exp_only = of(rows, "exp_only", "128x4", "d3fc95d", 600)
+    exp_only = of(rows, Key("exp_only", "128x4", "d3fc95d", 600))
     yield f"| {exp_only('exp_only-ff').whole}; {exp_only('full').whole}, same seeds | 3 |"
-    code = of(rows, "control", "128x4", "b3eebc4", 600)("default")
-    english = of(rows, "default", "128x4", "ff759b9", 600)("default")
+    code = of(rows, Key("control", "128x4", "b3eebc4", 600))("default")
+    english = of(rows, Key("default", "128x4", "ff759b9", 600))("default")
     yield f"| {code.whole}; {english.whole}, same seeds | 4; 8 |"
-    yield f"| {of(rows, 'default', '128x4', 'ff759b9', 1800)('default').whole}, same seeds | 6 |"
-    yield f"| {of(rows, 'lengths', '128x2-10000', '28e925c', 10000)('default').all.whole} | 3, one chose |"
-    bare, twelve, layer = of(rows, *NO_BIAS), of(rows, *TWELVE), of(rows, *TWELVE_LAYER)
+    yield f"| {of(rows, Key('default', '128x4', 'ff759b9', 1800))('default').whole}, same seeds | 6 |"
+    yield f"| {of(rows, Key('lengths', '128x2-10000', '28e925c', 10000))('default').all.whole} | 3, one chose |"
+    bare, twelve, layer = of(rows, NO_BIAS), of(rows, TWELVE), of(rows, TWELVE_LAYER)
     yield f"| {bare('matched')}; {bare('number')}; {bare('default')} | 2; 2; 1 |"
-    single = of(rows, *ONE_LAYER_NORM)
+    single = of(rows, ONE_LAYER_NORM)
     yield f"| {single('paper')}; {single('matched')}; {single('frozen_matched')} | 1 |"
     for key in (SEVERE, SEVERE_LAYER):
-        yield f"| {of(rows, *key)('paper').whole}; {of(rows, *key)('matched').whole} | 3 |"
+        yield f"| {of(rows, key)('paper').whole}; {of(rows, key)('matched').whole} | 3 |"
     yield f"| {twelve('matched')}; {twelve('number')}; {twelve('default')} | 2 |"
-    yield f"| {of(rows, *TWELVE_INIT)('paper')} | 2 |"
+    yield f"| {of(rows, TWELVE_INIT)('paper')} | 2 |"
     yield f"| {layer('paper')}; {layer('matched')} | 2 |"
-    schedules = of(rows, "attempts", "64x3", "0697dbd", 600)
+    schedules = of(rows, Key("attempts", "64x3", "0697dbd", 600))
     yield f"decays as 1 - (t/T)^8 | {schedules('exp-grows', 'adamw-power-8').whole} | 3 |"
-    half = of(rows, "attempts", "64x3", "c9f8bae", 600, True)
+    half = of(rows, Key("attempts", "64x3", "c9f8bae", 600, True))
     yield f"with the same and small queries and keys | {half('best-exp-2-0_5', 'best-0_5').whole} | 16 |"
-    small = of(rows, "attempts", "64x3-no-bias", "fafe4b8", 600, True)
+    small = of(rows, Key("attempts", "64x3-no-bias", "fafe4b8", 600, True))
     yield f"at 0.1 of their scale | AdamW | {small('qk-0_1').whole} | 8 |"
-    sparse = of(rows, "sparsity", "64x3", "8648390", 1000)
+    sparse = of(rows, Key("sparsity", "64x3", "8648390", 1000))
     yield f"| Powerpropagation | {sparse('exp-16-gradual-80', 'power-2-gradual-80').all.whole} | 3, one chose |"
-    yield f"| Muon | {of(rows, 'muon', '64x3', 'c9f8bae', 600)('default', 'Muon').all.whole} | 3, one chose |"
+    yield f"| Muon | {of(rows, Key('muon', '64x3', 'c9f8bae', 600))('default', 'Muon').all.whole} | 3, one chose |"
 
 
 def evidence(rows: Rows) -> Iterator[str]:
@@ -190,21 +191,21 @@ def evidence(rows: Rows) -> Iterator[str]:
 
 def start_with(rows: Rows) -> Iterator[str]:
     """Yield the sentences of the page that says what to start with."""
-    power = of(rows, "attempts", "64x3", "0697dbd", 600)("AdamW", "adamw-power-8")
+    power = of(rows, Key("attempts", "64x3", "0697dbd", 600))("AdamW", "adamw-power-8")
     yield f"gained {power.half[1:]} nats per byte over linear decay"
-    small = of(rows, "attempts", "64x3-no-bias", "fafe4b8", 600, True)("AdamW", "qk-0_1")
+    small = of(rows, Key("attempts", "64x3-no-bias", "fafe4b8", 600, True))("AdamW", "qk-0_1")
     yield f"{small.half[1:]} lower in models of width 64 (eight seeds)"
-    yield f"did not help ({of(rows, *NO_BIAS)('qk_both')}, one seed)"
-    one = of(rows, *WIDTH_1024)("paper", "matched")
+    yield f"did not help ({of(rows, NO_BIAS)('qk_both')}, one seed)"
+    one = of(rows, WIDTH_1024)("paper", "matched")
     yield f"With RMSNorm it cost {Difference({0: one.by_seed[0]}).size} nats per token with one layer"
-    layer = of(rows, *TWELVE_LAYER)("paper", "matched")
-    yield f"the loss of one layer by {of(rows, *ONE_LAYER_NORM)('paper', 'matched')}, and"
+    layer = of(rows, TWELVE_LAYER)("paper", "matched")
+    yield f"the loss of one layer by {of(rows, ONE_LAYER_NORM)('paper', 'matched')}, and"
     yield f"of twelve by {layer[0]}, {layer[1]} and {layer[2]}."
 
 
 def learning_rate(rows: Rows) -> Iterator[str]:
     """Yield the sentences on longer steps without a map."""
-    control = of(rows, "control", "128x4", "b3eebc4", 600)
+    control = of(rows, Key("control", "128x4", "b3eebc4", 600))
     permuted, scaled, default = (control(variant) for variant in ("permuted", "scaled", "default"))
     low = min(ours.interval.low for ours in (permuted, scaled, default))
     high = max(ours.interval.high for ours in (permuted, scaled, default))
