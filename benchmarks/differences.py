@@ -118,7 +118,7 @@ class Difference:
 def losses(comparison: Comparison, place: str) -> dict[int, float]:
     """Return the loss by seed of a variant at its best learning rate, or of "VARIANT@RATE"."""
     variant, _, rate = place.partition("@")
-    runs = comparison.finite(variant, float(rate) if rate else comparison.best_lr(variant))
+    runs = comparison.at(variant, float(rate) if rate else comparison.best_lr(variant))
     return {seed: run.loss for seed, run in runs.items() if run.loss is not None}
 
 

@@ -273,7 +273,7 @@ def _compare(
 
     Every variant is trained at every learning rate with every seed. Variants are compared at the baseline's best
     learning rate, and each at its own best. With --confirm-seeds a second stage follows at these learning rates, with
-    these seeds.
+    these seeds, and they alone count.
 
     Settings are those of `symexplin train`, with the table [compare], and [variant.NAME] tables for variants of your
     own. Such a table has the keys of [sel]. It may also change keys of training and of the model, in

@@ -263,7 +263,7 @@ def _numbers(claim: Claim, comparison: Comparison, which: str) -> dict[int, floa
     """Return the number of each seed."""
     lrs = {row.variant: row.lr for row in comparison.rows(which)}
     runs = [comparison.finite(variant, lrs[variant]) for variant in claim.variants]
-    seeds = comparison.seeds
+    seeds = comparison.counted_seeds
     if lost := [variant for variant, finite in zip(claim.variants, runs, strict=True) if len(finite) < len(seeds)]:
         # A claim fails if its own variant alone diverges; it proves nothing if the other one does.
         alone = claim.against and lost == [claim.variant] and claim.test != "above"

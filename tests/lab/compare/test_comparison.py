@@ -99,7 +99,8 @@ def test_a_seed_that_broke_down_leaves_pairs_without_it(variant, finite):
     """In the second stage the baseline may break down, too."""
     table = {key: losses for key, losses in THREE_SEEDS.items() if key[1] == 0.1}
     table[variant, 0.1] = [table[variant, 0.1][0], None, table[variant, 0.1][2]]
-    comparison = compare(runs_of(table), "AdamW", confirm_seeds=(1, 2))
+    chose = [run("AdamW", 0.1, 2.0, seed=3), run("SEL", 0.1, 1.0, seed=3)]
+    comparison = compare([*chose, *runs_of(table)], "AdamW", confirm_seeds=(0, 1, 2))
     base, row = comparison.shared
     assert (base.finite, row.finite) == finite
     assert (base.loss is None, row.loss is None) == (variant == "AdamW", variant == "SEL")
@@ -146,20 +147,20 @@ CONFIRMING = {("AdamW", 0.2): [2.3, 2.7], ("SEL", 0.1): [9.0, 3.0], ("SEL", 0.2)
 STAGES = [*runs_of({**CHOOSING, ("AdamW", 0.4): [3.0]}, 7), *runs_of(CONFIRMING, 8)]
 
 
-def test_seeds_that_confirm_have_no_say_in_the_learning_rates():
-    """SEL's mean over all seeds is 4.5 at lr 0.1 and 2.07 at 0.2; seed 7 alone chose 0.1."""
+def test_seeds_that_confirm_have_no_say_in_the_learning_rates_and_count_alone():
+    """SEL's mean over all seeds is 4.5 at lr 0.1 and 2.07 at 0.2; seed 7 alone chose 0.1. Only it ran Lion."""
     assert compare([r for r in STAGES if r.seed == 7], "AdamW").chosen_lrs() == {"AdamW": (0.2,), "SEL": (0.2, 0.1)}
-    comparison = compare(STAGES, "AdamW", confirm_seeds=(8, 9))
+    comparison = compare([*STAGES, run("Lion", 0.1, 1.8, seed=7)], "AdamW", confirm_seeds=(8, 9))
     assert (comparison.seeds, comparison.confirm_seeds, comparison.lrs) == ((7, 8, 9), (8, 9), (0.1, 0.2, 0.4))
-    shared, best = comparison.shared[1], comparison.best[1]
+    shared, (base, best, lion) = comparison.shared[1], comparison.best
     assert (comparison.shared_lr, shared.lr, best.lr) == (0.2, 0.2, 0.1)
-    assert (shared.loss, best.loss) == (pytest.approx((1.7 + 2.0 + 2.5) / 3), pytest.approx(4.5))
-    assert (shared.deltas, best.deltas) == (pytest.approx((-0.2, -0.3, -0.2)), pytest.approx((-0.4, 6.7, 0.3)))
-    assert comparison.notes[-1] == (
-        "The learning rates were chosen by seed 7 alone; seeds 8, 9 ran at those rates only."
-    )
+    assert (base.loss, shared.loss, best.loss) == (pytest.approx(2.5), pytest.approx(2.25), pytest.approx(6.0))
+    assert (shared.deltas, best.deltas) == (pytest.approx((-0.3, -0.2)), pytest.approx((6.7, 0.3)))
+    assert (lion.seeds, lion.deltas) == ((7,), (pytest.approx(-0.1),))
+    assert compare(STAGES, "AdamW", (8, 9)).verdict[-1].startswith("Two seeds are not enough evidence")
+    assert comparison.notes[-1] == "The learning rates were chosen by seed 7; only seeds 8, 9, at those rates, count."
     left_by_an_earlier_stage = [run("AdamW", 0.1, 0.1, seed=8), run("SEL", 0.8, 0.1, seed=8)]
-    assert compare([*STAGES, *left_by_an_earlier_stage], "AdamW", (8, 9)).best[:2] == comparison.best
+    assert compare([*STAGES, *left_by_an_earlier_stage], "AdamW", (8, 9)).best == comparison.best[:2]
 
 
 @pytest.mark.parametrize(

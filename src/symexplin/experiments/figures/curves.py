@@ -78,7 +78,7 @@ def loss_curves(sources: Sequence[Path]) -> Figure:
         best = compared.leader(compared.variants[1:])
         rows = [compared.rows("best")[0], *([best] if best else [])]
         _draw_rows(axes, compared, _title(compared), rows)
-        text = f"Δ = {_gap(best) if best else 'not finite'}" + ("\n1 seed" if len(compared.seeds) == 1 else "")
+        text = f"Δ = {_gap(best) if best else 'not finite'}" + ("\n1 seed" if len(compared.counted_seeds) == 1 else "")
         axes.text(0.97, 0.95, text, transform=axes.transAxes, ha="right", va="top")
     return figure
 

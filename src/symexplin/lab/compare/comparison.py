@@ -76,8 +76,8 @@ class Row:
 class Comparison:
     """Runs of variants at learning rates and seeds, the baseline's among them.
 
-    A variant's best learning rate has the most seeds and then the lowest mean loss; `confirm_seeds` have no say in it.
-    The shared learning rate is the baseline's best one.
+    A variant's best learning rate has the most seeds and then the lowest mean loss; `confirm_seeds` have no say in it,
+    and where they ran, they alone count. The shared learning rate is the baseline's best one.
 
     Args:
         runs: in any order.
@@ -150,6 +150,11 @@ class Comparison:
             *self.confirm_seeds,
         )
 
+    @property
+    def counted_seeds(self) -> tuple[int, ...]:
+        """The seeds that the results are about: those of the second stage, or all without one."""
+        return self.confirm_seeds or self.seeds
+
     @cached_property
     def lrs(self) -> tuple[float, ...]:
         """The learning rates of the first stage, sorted."""
@@ -160,9 +165,14 @@ class Comparison:
         runs = {run.seed: run for run in self.runs if (run.variant, run.lr) == (variant, lr)}
         return {seed: runs[seed] for seed in self.seeds if seed in runs}
 
+    def counted(self, variant: str, lr: float | None) -> dict[int, Run]:
+        """Return those of the runs :meth:`at` a learning rate that count: of the second stage, if it has any there."""
+        runs = self.at(variant, lr)
+        return {seed: run for seed, run in runs.items() if seed in self.confirm_seeds} or runs
+
     def finite(self, variant: str, lr: float | None) -> dict[int, Run]:
-        """Return those of the runs :meth:`at` a learning rate that stayed finite."""
-        return {seed: run for seed, run in self.at(variant, lr).items() if run.loss is not None}
+        """Return those of the :meth:`counted` runs that stayed finite."""
+        return {seed: run for seed, run in self.counted(variant, lr).items() if run.loss is not None}
 
     def folder_of(self, run: Run) -> Path:
         """Return the folder of a run."""
@@ -246,8 +256,10 @@ class Comparison:
 
     def _row(self, variant: str, lr: float | None) -> Row:
         if lr is None:
-            return Row(variant, None, self.seeds, deltas=(None,) * len(self.seeds))
-        runs, finite, bases = self.at(variant, lr), self.finite(variant, lr), self.finite(self.baseline, self.shared_lr)
+            return Row(variant, None, self.counted_seeds, deltas=(None,) * len(self.counted_seeds))
+        runs, finite = self.counted(variant, lr), self.finite(variant, lr)
+        # A variant that only the seeds that chose ran is paired with the baseline's runs of these seeds.
+        bases = {seed: run for seed, run in self.at(self.baseline, self.shared_lr).items() if run.loss is not None}
         pairs = [(finite[seed].curve, bases[seed].curve) if seed in finite and seed in bases else None for seed in runs]
         deltas = tuple(pair and pair[0][-1][1] - pair[1][-1][1] for pair in pairs)
         loss = _mean([run.loss for run in runs.values()])
@@ -280,8 +292,8 @@ class Comparison:
         first = self._at_own_lr(leader)
         if len(others) > 1:
             first = f"The best of {len(others)} variants is {self.label(leader.variant)}: a{first[1:]}"
-        if len(self.seeds) < ENOUGH_SEEDS:
-            count = "One seed is" if len(self.seeds) == 1 else "Two seeds are"
+        if len(leader.seeds) < ENOUGH_SEEDS:
+            count = "One seed is" if len(leader.seeds) == 1 else "Two seeds are"
             return [
                 first,
                 f"{count} not enough evidence: the difference may be run-to-run noise. Three give an interval.",
@@ -315,7 +327,7 @@ class Comparison:
             first, then = (
                 f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}" for seeds in (chosen, self.confirm_seeds)
             )
-            sentences.append(f"The learning rates were chosen by {first} alone; {then} ran at those rates only.")
+            sentences.append(f"The learning rates were chosen by {first}; only {then}, at those rates, count.")
         return [one for one in sentences if not any(told.endswith(one[1:]) for told in self.verdict)]
 
     def _all_diverged(self, names: str) -> str:
@@ -352,7 +364,7 @@ class Comparison:
     def table(self) -> str:
         """Return the rows in plain text; losses over several seeds are mean ± standard deviation."""
         lines = []
-        spread = " ± standard deviation" if len(self.seeds) > 1 else ""
+        spread = " ± standard deviation" if len(self.counted_seeds) > 1 else ""
         for title, rows in self.tables:
             cells = [("variant", "lr", f"loss{spread}", "difference", "speedup")]
             for row in rows:

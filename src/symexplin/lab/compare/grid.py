@@ -78,7 +78,7 @@ class GridConfig(Schema):
         cluster: "slurm" submits the runs as jobs, which [cluster] describes; "none" trains them on this machine.
         baseline: the variant that the others are compared with. Default: AdamW, or the first variant.
         confirm_seeds: seeds of a second stage. In it every variant trains at its best learning rate of the first stage
-            and at the baseline's. Tables are over the seeds of both stages.
+            and at the baseline's. Where they ran, they alone count.
     """
 
     variants: tuple[str, ...] = (BASELINE, "default")
