@@ -1,5 +1,6 @@
 """Differences in held-out loss between variants, from the rows of results/mini.csv."""
 
+import math
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,8 +62,8 @@ def by_key(compared: Iterable[Compared]) -> dict[Key, Comparison]:
 
 
 def chose(comparison: Comparison) -> set[int]:
-    """Return the seeds that chose the learning rates."""
-    return {*comparison.seeds} - {*comparison.confirm_seeds}
+    """Return the seeds that chose the learning rates, none where there was only one."""
+    return set() if len(comparison.lrs) == 1 else {*comparison.seeds} - {*comparison.confirm_seeds}
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,8 @@ class Difference:
 
     @property
     def whole(self) -> str:
-        """The mean and the interval."""
-        return f"{self} ({self.ends})"
+        """The mean and the interval, if there is one."""
+        return f"{self}" if math.isinf(self.interval.detectable) else f"{self} ({self.ends})"
 
 
 def losses(comparison: Comparison, place: str) -> dict[int, float]:

@@ -150,37 +150,52 @@ def miniature(rows: Rows) -> Iterator[str]:
         yield f"{claim} | {paper} | {ours.half} |"
 
 
+def regime(*ours: Difference) -> str:
+    """Return the last cells of a row: differences, numbers of seeds and verdicts, once where all are the same."""
+    seeds = [f"{len(one.interval.values)}{'' if one.fresh else ', same seeds'}" for one in ours]
+    cells = [one.whole for one in ours], seeds, [one.interval.words for one in ours]
+    return " | ".join(cell[0] if len({*cell}) == 1 else "; ".join(cell) for cell in cells)
+
+
 def regimes(rows: Rows) -> Iterator[str]:
     """Yield the table of all regimes."""
+    both, start, plain = "paper's with its initialization", "paper's from the model's own initial weights", "| AdamW"
     for width, steps in ((64, 200), (128, 700), (256, 2600)):
-        ours = of(rows, Key("widths", f"{width}x2", "ff759b9", steps))("default")
+        default = of(rows, Key("widths", f"{width}x2", "ff759b9", steps))("default")
         papers = of(rows, Key("widths", f"{width}x2", "7a0cb4d", steps))("mismatch")
-        yield f"| {ours.whole}; {papers.whole} | {len(ours.interval.values)} |"
-    exp_only = of(rows, Key("exp_only", "128x4", "d3fc95d", 600))
-    yield f"| {exp_only('exp_only-ff').whole}; {exp_only('full').whole}, same seeds | 3 |"
+        methods = f"default; {both}" if width == 64 else "the same"
+        yield f"| width {width}, depth 2, {steps:,} steps | {methods} {plain} | {regime(default, papers)} |"
+    small = of(rows, Key("exp_only", "128x4", "d3fc95d", 600))
+    yield f"depth 4, 600 steps | the same {plain} | {regime(small('exp_only-ff'), small('full'))} |"
     code = of(rows, Key("control", "128x4", "b3eebc4", 600))("default")
-    english = of(rows, Key("default", "128x4", "ff759b9", 600))("default")
-    yield f"| {code.whole}; {english.whole}, same seeds | 4; 8 |"
-    yield f"| {of(rows, Key('default', '128x4', 'ff759b9', 1800))('default').whole}, same seeds | 6 |"
-    yield f"| {of(rows, Key('lengths', '128x2-10000', '28e925c', 10000))('default')} | 2 |"
-    bare, twelve, layer = of(rows, NO_BIAS), of(rows, TWELVE), of(rows, TWELVE_LAYER)
-    yield f"| {bare('matched')}; {bare('number')}; {bare('default')} | 2; 2; 1 |"
-    single = of(rows, ONE_LAYER_NORM)
-    yield f"| {single('paper')}; {single('matched')}; {single('frozen_matched')} | 1 |"
-    for key in (SEVERE, SEVERE_LAYER):
-        yield f"| {of(rows, key)('paper').whole}; {of(rows, key)('matched').whole} | 3 |"
-    yield f"| {twelve('matched')}; {twelve('number')}; {twelve('default')} | 2 |"
-    yield f"| {of(rows, TWELVE_INIT)('paper')} | 2 |"
-    yield f"| {layer('paper')}; {layer('matched')} | 2 |"
+    english, long = (of(rows, Key("default", "128x4", "ff759b9", steps))("default") for steps in (600, 1800))
+    yield f"technical English | default {plain} | {regime(code, english)} |"
+    yield f"1,800 steps | default {plain} | {regime(long)} |"
+    longer = of(rows, Key("lengths", "128x2-10000", "28e925c", 10000))
+    yield f"10,000 steps | fixed mismatch {plain} | {regime(longer('default'))} |"
+    bare, single, init = (of(rows, key) for key in (NO_BIAS, ONE_LAYER_NORM, TWELVE_INIT))
+    twelve, layer = of(rows, TWELVE), of(rows, TWELVE_LAYER)
+    gains = regime(*map(bare, ("matched", "number", "default")))
+    yield f"no biases | {start}; one number per matrix; default {plain} | {gains} |"
+    gains = regime(*map(single, ("paper", "matched", "frozen_matched")))
+    yield f"subtract the mean | {both}; paper's; its map with fixed scales {plain} | {gains} |"
+    gains = regime(*map(twelve, ("matched", "number", "default")))
+    yield f"depth 12, 1,000 steps | {start}; one number per matrix; default {plain} | {gains} |"
+    yield f"the same | {both} {plain} | {regime(init('paper'))} |"
+    yield f"subtract the mean | {both}; paper's {plain} | {regime(layer('paper'), layer('matched'))} |"
+    for key, cells in ((SEVERE, f"one rate | {both}; paper's"), (SEVERE_LAYER, "subtract the mean | the same")):
+        ours = of(rows, key)
+        yield f"{cells} {plain} | {regime(ours('paper'), ours('matched'))} |"
     schedules = of(rows, Key("attempts", "64x3", "0697dbd", 600))
-    yield f"decays as 1 - (t/T)^8 | {schedules('exp-grows', 'adamw-power-8').whole} | 3 |"
+    yield f"decays as 1 - (t/T)^8 | {regime(schedules('exp-grows', 'adamw-power-8'))} |"
     half = of(rows, Key("attempts", "64x3", "c9f8bae", 600, True))
-    yield f"with the same and small queries and keys | {half('best-exp-2-0_5', 'best-0_5').whole} | 16 |"
-    small = of(rows, Key("attempts", "64x3-no-bias", "fafe4b8", 600, True))
-    yield f"at 0.1 of their scale | AdamW | {small('qk-0_1').whole} | 8 |"
+    yield f"with the same and small queries and keys | {regime(half('best-exp-2-0_5', 'best-0_5'))} |"
+    unbiased = of(rows, Key("attempts", "64x3-no-bias", "fafe4b8", 600, True))
+    yield f"at 0.1 of their scale {plain} | {regime(unbiased('qk-0_1'))} |"
     sparse = of(rows, Key("sparsity", "64x3", "8648390", 1000))
-    yield f"| Powerpropagation | {sparse('exp-16-gradual-80', 'power-2-gradual-80')} | 2 |"
-    yield f"| Muon | {of(rows, Key('muon', '64x3', 'c9f8bae', 600))('default', 'Muon')} | 2 |"
+    yield f"| Powerpropagation | {regime(sparse('exp-16-gradual-80', 'power-2-gradual-80'))} |"
+    muon = of(rows, Key("muon", "64x3", "c9f8bae", 600))
+    yield f"| Muon | {regime(muon('default', 'Muon'))} |"
 
 
 def evidence(rows: Rows) -> Iterator[str]:
