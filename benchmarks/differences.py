@@ -17,11 +17,11 @@ TEXTS = {  # by the start of the data's fingerprint
     "ff86aff7": "docstrings, then code",
     "3743d9e4": "technical English, BPE of 4,096",
 }
-FRESH = 10  # seeds from this one on had no part in a choice
+FRESH = 10  # seeds from this one on had no part in choosing the variants
 
 
 class Key(NamedTuple):
-    """The runs of one table and panel at one commit; `fresh` ones had no part in a choice."""
+    """The runs of one table and panel at one commit; the seeds of `fresh` ones did not choose the variants."""
 
     table: str
     panel: str

@@ -94,7 +94,9 @@ class Group:
             variant = f"{variant} ({experiment.key.commit})"
         interval = row.interval
         half = "" if math.isinf(interval.detectable) else f" ± {interval.detectable:.4f}"
-        seeds = f" ({in_seeds(len(interval.values))})" if len(interval.values) != len(self.baseline.seeds) else ""
+        paired = [seed for seed, delta in zip(row.seeds, row.deltas, strict=True) if delta is not None]
+        other = f" (seed{'s'[: len(paired) - 1]} {', '.join(map(str, paired))})"
+        seeds = "" if paired == [*self.baseline.seeds] else other
         signs = interval.words.removeprefix(interval.verdict).replace(":", ",")
         return interval.verdict, f"{variant}, {row.lr:g}: {interval.mean:+.4f}{half}{seeds}{signs}"
 

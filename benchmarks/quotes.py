@@ -151,10 +151,10 @@ def miniature(rows: Rows) -> Iterator[str]:
 
 
 def regime(*ours: Difference) -> str:
-    """Return the last cells of a row: differences, numbers of seeds and verdicts, once where all are the same."""
-    seeds = [f"{len(one.interval.values)}{'' if one.fresh else ', same seeds'}" for one in ours]
-    cells = [one.whole for one in ours], seeds, [one.interval.words for one in ours]
-    return " | ".join(cell[0] if len({*cell}) == 1 else "; ".join(cell) for cell in cells)
+    """Return the last cells of a row: differences, numbers of seeds and verdicts, these once where all are the same."""
+    seeds = [f"{len(one.interval.values)}{'' if one.fresh else ' (chose)'}" for one in ours]
+    cells = (cell[:1] if len({*cell}) == 1 else cell for cell in (seeds, [one.interval.words for one in ours]))
+    return " | ".join("; ".join(cell) for cell in ([one.whole for one in ours], *cells))
 
 
 def regimes(rows: Rows) -> Iterator[str]:
@@ -251,7 +251,7 @@ ELSEWHERE = {  # numbers that are not in the rows
         "excess kurtosis (measured at commit 960ab5b) | yes | +2.89 ± 0.13 |",
         "L2-SP, averaged with the first weights | -0.000 (-0.002 to +0.002) | 3 |",
         "AdamW with a log-sum penalty | +0.034 (-0.019 to +0.086) | 8 |",
-        "with L1 | +0.070 (+0.043 to +0.097); +0.047 (+0.016 to +0.079); +0.123 (+0.025 to +0.221) | 3, one chose |",
+        "with L1 | +0.070 (+0.043 to +0.097); +0.047 (+0.016 to +0.079); +0.123 (+0.025 to +0.221) | 3 (one chose) |",
         "AdamW tuned the same way | +0.010 (-0.014 to +0.034); -0.006 (-0.024 to +0.011) | 16 |",
     ),
     "docs/how-to/start-with.md": (  # python benchmarks/qk_norm.py

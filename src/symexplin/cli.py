@@ -272,8 +272,7 @@ def _compare(
     r"""Compare ways to train over learning rates and seeds.
 
     Every variant is trained at every learning rate with every seed. Variants are compared at the baseline's best
-    learning rate, and each at its own best. With --confirm-seeds a second stage follows at these learning rates, with
-    these seeds, and they alone count.
+    learning rate, and each at its own best. With --confirm-seeds a second stage follows at these learning rates.
 
     Settings are those of `symexplin train`, with the table [compare], and [variant.NAME] tables for variants of your
     own. Such a table has the keys of [sel]. It may also change keys of training and of the model, in
@@ -387,11 +386,11 @@ def _reproduce(
 ) -> None:
     r"""Run a table of the paper, or one beyond it, and compare the results with the paper's numbers.
 
-    Every variant is trained at every learning rate, and the best are confirmed with more seeds. A panel is one size of
-    the model. report.html and table.csv in the folder have the paper's number, the measured one, the difference, and
-    for each claim whether it holds. Without NAME the tables are listed. The text is the standard library's at the scale
-    mini, OpenWebText at the scale paper, otherwise what --data names. With --resume the same command continues, or adds
-    variants, learning rates and seeds.
+    Every variant is trained at every learning rate with every seed. A panel is one size of the model. report.html and
+    table.csv in the folder have the paper's number, the measured one, the difference, and for each claim whether it
+    holds. Without NAME the tables are listed. The text is the standard library's at the scale mini, OpenWebText at the
+    scale paper, otherwise what --data names. With --resume the same command continues, or adds variants, learning rates
+    and seeds.
 
     Args:
         name: name of a table, or a TOML file of one

@@ -46,7 +46,9 @@ def test_a_claim_is_judged_at_own_best_rates_and_the_shared_rate_stands_beside(t
     )
     # The seed that chose the rates does not count.
     loss = {"A": [2.0, *A], "B": [1.9, *(loss + 0.1 for loss in A)]}
-    only = verdict(panel(tmp_path, loss, "c", seeds=range(4), confirm_seeds=(1, 2, 3)), claim()).panels[0]
+    only = verdict(
+        panel(tmp_path, loss, "c", lrs=(0.001, 0.01), seeds=range(4), confirm_seeds=(1, 2, 3)), claim()
+    ).panels[0]
     assert (only.best.verdict, only.best.interval.values) == (DID_NOT, pytest.approx((0.1, 0.1, 0.1)))
     # Runs that should be the same are compared at the shared rate.
     loss = {("A", 0.001): 2.0, ("A", 0.01): 3.0, ("B", 0.001): 2.0 + 1e-5, ("B", 0.01): 1.9}

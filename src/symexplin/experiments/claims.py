@@ -262,9 +262,10 @@ def _judge(claim: Claim, comparisons: Sequence[Comparison], which: str, names: S
 def _numbers(claim: Claim, comparison: Comparison, which: str) -> dict[int, float]:
     """Return the number of each seed."""
     lrs = {row.variant: row.lr for row in comparison.rows(which)}
-    runs = [comparison.finite(variant, lrs[variant]) for variant in claim.variants]
-    seeds = comparison.counted_seeds
-    if lost := [variant for variant, finite in zip(claim.variants, runs, strict=True) if len(finite) < len(seeds)]:
+    runs = [comparison.at(variant, lrs[variant]) for variant in claim.variants]
+    seeds = comparison.seeds if claim.test == "same" else comparison.counted_seeds
+    finite = [{*seeds} <= {seed for seed, run in own.items() if run.loss is not None} for own in runs]
+    if lost := [variant for variant, whole in zip(claim.variants, finite, strict=True) if not whole]:
         # A claim fails if its own variant alone diverges; it proves nothing if the other one does.
         alone = claim.against and lost == [claim.variant] and claim.test != "above"
         enough = len(seeds) >= ENOUGH_SEEDS or claim.test == "same"

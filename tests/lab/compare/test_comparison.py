@@ -99,7 +99,7 @@ def test_a_seed_that_broke_down_leaves_pairs_without_it(variant, finite):
     """In the second stage the baseline may break down, too."""
     table = {key: losses for key, losses in THREE_SEEDS.items() if key[1] == 0.1}
     table[variant, 0.1] = [table[variant, 0.1][0], None, table[variant, 0.1][2]]
-    chose = [run("AdamW", 0.1, 2.0, seed=3), run("SEL", 0.1, 1.0, seed=3)]
+    chose = [run(name, lr, 10 * lr, seed=3) for name in ("AdamW", "SEL") for lr in (0.1, 0.2)]
     comparison = compare([*chose, *runs_of(table)], "AdamW", confirm_seeds=(0, 1, 2))
     base, row = comparison.shared
     assert (base.finite, row.finite) == finite
@@ -158,7 +158,9 @@ def test_seeds_that_confirm_have_no_say_in_the_learning_rates_and_count_alone():
     assert (shared.deltas, best.deltas) == (pytest.approx((-0.3, -0.2)), pytest.approx((6.7, 0.3)))
     assert (lion.seeds, lion.deltas) == ((7,), (pytest.approx(-0.1),))
     assert compare(STAGES, "AdamW", (8, 9)).verdict[-1].startswith("Two seeds are not enough evidence")
-    assert comparison.notes[-1] == "The learning rates were chosen by seed 7; only seeds 8, 9, at those rates, count."
+    assert comparison.notes[-1] == "Seed 7 chose the learning rates; the results use only seeds 8, 9."
+    one_rate = compare(runs_of({("AdamW", 0.1): [2.0, 2.1, 2.2], ("SEL", 0.1): [1.9, 2.0, 2.1]}), "AdamW", (1, 2))
+    assert (one_rate.best[1].seeds, len(one_rate.verdict)) == ((0, 1, 2), 2)  # nothing was chosen
     left_by_an_earlier_stage = [run("AdamW", 0.1, 0.1, seed=8), run("SEL", 0.8, 0.1, seed=8)]
     assert compare([*STAGES, *left_by_an_earlier_stage], "AdamW", (8, 9)).best == comparison.best[:2]
 

@@ -70,10 +70,10 @@ def is_run(source: Path) -> bool:
 
 
 def run_of(source: Path, curved: bool) -> Path:
-    """Return the folder of a run: `source` itself, or the first seed's run of a comparison or of a table's first panel.
+    """Return the folder of a run: `source` itself, or of a comparison or a table's first panel a run that counts.
 
-    Of a comparison that is the baseline, or with `curved` the curved variant with the lowest loss, one with learned
-    scales if there is any. Both are at their own best learning rate.
+    Of a comparison that is the baseline's first one, or with `curved` that of the curved variant with the lowest loss,
+    one with learned scales if there is any. Both are at their own best learning rate.
     """
     if (source / CONFIG).exists():
         return source

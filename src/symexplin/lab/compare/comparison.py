@@ -76,8 +76,8 @@ class Row:
 class Comparison:
     """Runs of variants at learning rates and seeds, the baseline's among them.
 
-    A variant's best learning rate has the most seeds and then the lowest mean loss; `confirm_seeds` have no say in it,
-    and where they ran, they alone count. The shared learning rate is the baseline's best one.
+    A variant's best learning rate has the most seeds and then the lowest mean loss; `confirm_seeds` have no say in it.
+    The shared learning rate is the baseline's best one.
 
     Args:
         runs: in any order.
@@ -152,8 +152,8 @@ class Comparison:
 
     @property
     def counted_seeds(self) -> tuple[int, ...]:
-        """The seeds that the results are about: those of the second stage, or all without one."""
-        return self.confirm_seeds or self.seeds
+        """The seeds that the results are about: those that did not choose between learning rates, if there are any."""
+        return self.seeds if len(self.lrs) == 1 else self.confirm_seeds or self.seeds
 
     @cached_property
     def lrs(self) -> tuple[float, ...]:
@@ -166,9 +166,9 @@ class Comparison:
         return {seed: runs[seed] for seed in self.seeds if seed in runs}
 
     def counted(self, variant: str, lr: float | None) -> dict[int, Run]:
-        """Return those of the runs :meth:`at` a learning rate that count: of the second stage, if it has any there."""
+        """Return the runs of the counted seeds :meth:`at` a learning rate, or all where these did not run."""
         runs = self.at(variant, lr)
-        return {seed: run for seed, run in runs.items() if seed in self.confirm_seeds} or runs
+        return {seed: run for seed, run in runs.items() if seed in self.counted_seeds} or runs
 
     def finite(self, variant: str, lr: float | None) -> dict[int, Run]:
         """Return those of the :meth:`counted` runs that stayed finite."""
@@ -288,7 +288,7 @@ class Comparison:
         base, *others = self.best
         leader = self.leader([row.variant for row in others])
         if leader is None:
-            return [self._all_diverged(" or ".join(self.label(row.variant) for row in others))]
+            return [self._at_own_lr(row) for row in others]
         first = self._at_own_lr(leader)
         if len(others) > 1:
             first = f"The best of {len(others)} variants is {self.label(leader.variant)}: a{first[1:]}"
@@ -309,7 +309,7 @@ class Comparison:
         for row in self.best[1:]:
             if row.lr != self.shared_lr:
                 sentences.append(self._at_shared_lr(row.variant))
-            sentences.append(self._at_own_lr(row) if row.lr else self._all_diverged(self.label(row.variant)))
+            sentences.append(self._at_own_lr(row))
         for row in self.best:
             if len(self.lrs) > 1 and row.lr in (self.lrs[0], self.lrs[-1]):
                 side, name = "lowest" if row.lr == self.lrs[0] else "highest", self.label(row.variant)
@@ -322,18 +322,16 @@ class Comparison:
                 )
         if len(self.lrs) == 1:
             sentences.append(ONE_LR)
-        if self.confirm_seeds:
-            chosen = self.seeds[: -len(self.confirm_seeds)]
+        if chose := [seed for seed in self.seeds if seed not in self.counted_seeds]:
             first, then = (
-                f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}" for seeds in (chosen, self.confirm_seeds)
+                f"seed{'s'[: len(own) - 1]} {', '.join(map(str, own))}" for own in (chose, self.counted_seeds)
             )
-            sentences.append(f"The learning rates were chosen by {first}; only {then}, at those rates, count.")
+            sentences.append(f"{first.capitalize()} chose the learning rates; the results use only {then}.")
         return [one for one in sentences if not any(told.endswith(one[1:]) for told in self.verdict)]
 
-    def _all_diverged(self, names: str) -> str:
-        return f"No learning rate tried kept {names} finite in every seed."
-
     def _at_own_lr(self, row: Row) -> str:
+        if row.lr is None:
+            return f"No learning rate tried kept {self.label(row.variant)} finite in every seed."
         rate = "the best learning rate of both" if row.lr == self.shared_lr else "its best learning rate"
         return f"At {rate}, {row.lr:g}, {self._result(row)}."
 
