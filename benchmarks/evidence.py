@@ -199,6 +199,7 @@ SHOWN: Mapping[str, Mapping[str, tuple[Key, str]]] = {
     "the same with biases, norms that subtract the mean": {
         "paper": (ONE_LAYER_NORM, "matched"),
         "paper-init": (ONE_LAYER_NORM, "paper"),
+        "number": (ONE_LAYER_NORM, "number"),
     },
     "width 1024, 12 layers, 1,000 steps": {
         "default": (TWELVE, "default"),
