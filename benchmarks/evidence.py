@@ -163,10 +163,6 @@ SHOWN: Mapping[str, Mapping[str, tuple[Key, str]]] = {
     },
     "width 64, 3 layers, 600 steps": {
         "number": (Key("attempts", "64x3", "f8f95e5", 600), "number"),
-        "qk-bias": (Key("attempts", "64x3", "0df3cb9", 600), "qk-0_1-b5"),
-    },
-    "the same without biases (queries, keys alone)": {
-        "qk-bias": (Key("attempts", "64x3-no-bias", "fafe4b8", 600, True), "qk-0_1"),
     },
     "width 128, 2 layers, 700 steps": {
         "default": (Key("widths", "128x2", "ff759b9", 700), "default"),
@@ -196,7 +192,7 @@ SHOWN: Mapping[str, Mapping[str, tuple[Key, str]]] = {
         "paper": (NO_BIAS, "matched"),
         "number": (NO_BIAS, "number"),
     },
-    "the same with biases, norms that subtract the mean": {
+    "the same with biases, LayerNorm": {
         "paper": (ONE_LAYER_NORM, "matched"),
         "paper-init": (ONE_LAYER_NORM, "paper"),
         "number": (ONE_LAYER_NORM, "number"),
@@ -208,7 +204,7 @@ SHOWN: Mapping[str, Mapping[str, tuple[Key, str]]] = {
         "qk-bias": (TWELVE, "qk_all"),
     },
     "the same, earlier runs": {"paper-init": (TWELVE_INIT, "paper")},
-    "the same, norms that subtract the mean": {
+    "the same, LayerNorm": {
         "paper": (TWELVE_LAYER, "matched"),
         "paper-init": (TWELVE_LAYER, "paper"),
     },
@@ -245,7 +241,7 @@ LOOKS: Mapping[str, Mapping[str, Any]] = {
 def forest(compared: Sequence[Compared]) -> Picture:
     """Draw how the methods of SHOWN differ from AdamW."""
     rows = by_key(compared)
-    figure = Figure(figsize=(5.6, 11.4))
+    figure = Figure(figsize=(5.6, 11.0))
     axes = figure.add_axes((0.35, 0.137, 0.545, 0.843))
     write = functools.partial(axes.text, transform=blended_transform_factory(figure.transFigure, axes.transData))
     y, numbers = 0.0, []
