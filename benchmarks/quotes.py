@@ -67,7 +67,7 @@ def one_layer(rows: Rows) -> Iterator[str]:
         "the paper's method, from the model's own initial weights": "matched",
         "the paper's map with fixed scales and the paper's initialization (at 1.4e-3)": "frozen",
         'learned row x column scales without a curve, `preset("structured_linear")`': "linear",
-        "[one learned number per matrix](../how-to/start-with.md#one-learned-number-per-matrix), without a curve": "number",
+        "[one learned number per matrix](../how-to/start-with.md#one-learned-number-per-matrix), no curve": "number",
         "AdamW, queries and keys initialized at 0.1 of the scale": "qk",
         "AdamW, queries and keys initialized at 0.1 of the scale, biases at 5 times the rate": "qk_bias",
         "AdamW, queries and keys initialized at 0.05 of the scale and trained at 0.05 of the rate": "qk_both",
