@@ -124,7 +124,7 @@ def twelve_layers(rows: Rows) -> Iterator[str]:
         ", ".join(of(rows, key)("paper", "matched")[seed] for seed in range(3)) for key in (SEVERE, SEVERE_LAYER)
     )
     deep = layer("paper", "matched")
-    yield f"the paper's method (seeds 0, 1, 2) | | {', '.join(deep[seed] for seed in range(3))} |"
+    yield f"twelve layers (seeds 0, 1, 2) | | {', '.join(deep[seed] for seed in range(3))} |"
     yield f"at one rate (seeds 0, 1, 2) | {rms} | {subtracted} |"
     large = partial(losses, rows[TWELVE_STD_32])
     yield f"with its initialization ended at {large('paper')[0]:.4f}, below"
