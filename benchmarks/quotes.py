@@ -44,7 +44,7 @@ def readme(rows: Rows) -> Iterator[str]:
     yield f"| the default | {one('exp'):2} (not resolved) | {twelve('default'):2} |"
     yield f"from the model's own initial weights | {one('matched'):2} (one seed) | {twelve('matched'):2} |"
     yield f"| the paper's method with its initialization | {one('paper'):2} | [**{init('paper'):1}**]"
-    yield f"| the same with LayerNorm in place of RMSNorm | {single('paper'):2} (one seed) | {layer('paper'):2} |"
+    yield f"| the same with LayerNorm in place of RMSNorm | {single('paper'):2} | {layer('paper'):2} |"
     yield f"no curve | **{one('number'):2}** | {twelve('number'):2} |"
     yield f"gained {abs(bare('number').interval.mean):.2f} (three seeds), both with one layer."
     yield f"biases train faster | **{one('qk_all'):2}** | {twelve('qk_all'):2} (one seed) |"
@@ -115,11 +115,12 @@ def twelve_layers(rows: Rows) -> Iterator[str]:
     )
     yield f"with its initialization ends {paper} below AdamW; from the model's own initial weights {matched}."
     one, single = (of(rows, key) for key in (WIDTH_1024, ONE_LAYER_NORM))
-    start = Difference({0: one("paper", "matched").by_seed[0]}), single("paper", "matched")
-    yield f"one layer, the paper's method (seed 0) | {start[0]} | {start[1]} |"
-    yield f"(seed 0; the paper reports -0.010) | | {single('frozen', 'frozen_matched')} |"
+    start = single("paper", "matched")
+    cell = ", ".join(start[seed] for seed in range(3))
+    yield f"one layer (seed 0; LayerNorm 0 to 2) | {one('paper', 'matched')[0]} | {cell} |"
+    yield f"(seed 0; the paper reports -0.010) | | {single('frozen', 'frozen_matched')[0]} |"
     yield f"one learned number per matrix {single('number').size}, small, slow"
-    yield f"queries and keys {single('qk_both').size}, the paper's method {single('matched').size} (one layer, seed 0)"
+    yield f"queries and keys {single('qk_both').size}, the paper's method {single('matched')[0][1:]} (one layer"
     rms, subtracted = (
         ", ".join(of(rows, key)("paper", "matched")[seed] for seed in range(3)) for key in (SEVERE, SEVERE_LAYER)
     )
