@@ -91,6 +91,11 @@ class Difference:
     def __getitem__(self, seed: int) -> str:
         return f"{self.by_seed[seed]:+.3f}"
 
+    @property
+    def listed(self) -> str:
+        """The differences of all seeds, in their order."""
+        return ", ".join(self[seed] for seed in sorted(self.by_seed))
+
     def __format__(self, digits: str) -> str:
         """Return the mean."""
         return f"{self.interval.mean:+.{digits or 3}f}"

@@ -95,7 +95,7 @@ class Group:
         interval = row.interval
         half = "" if math.isinf(interval.detectable) else f" ± {interval.detectable:.4f}"
         paired = [seed for seed, delta in zip(row.seeds, row.deltas, strict=True) if delta is not None]
-        other = f" (seed{'s'[: len(paired) - 1]} {', '.join(map(str, paired))})"
+        other = f" (seed{'s' * (len(paired) > 1)} {', '.join(map(str, paired))})"
         seeds = "" if paired == [*self.baseline.seeds] else other
         signs = interval.words.removeprefix(interval.verdict).replace(":", ",")
         return interval.verdict, f"{variant}, {row.lr:g}: {interval.mean:+.4f}{half}{seeds}{signs}"

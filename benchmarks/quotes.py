@@ -115,18 +115,14 @@ def twelve_layers(rows: Rows) -> Iterator[str]:
     )
     yield f"with its initialization ends {paper} below AdamW; from the model's own initial weights {matched}."
     one, single = (of(rows, key) for key in (WIDTH_1024, ONE_LAYER_NORM))
-    start = single("paper", "matched")
-    cell = ", ".join(start[seed] for seed in range(3))
-    yield f"one layer (seed 0; LayerNorm 0 to 2) | {one('paper', 'matched')[0]} | {cell} |"
+    start = one("paper", "matched")[0], single("paper", "matched").listed
+    yield f"one layer (seed 0; LayerNorm 0 to 2) | {start[0]} | {start[1]} |"
     yield f"(seed 0; the paper reports -0.010) | | {single('frozen', 'frozen_matched')[0]} |"
-    yield f"one learned number per matrix {single('number').size}, small, slow"
+    yield f"one learned number per matrix {single('number').size}, small and slow"
     yield f"queries and keys {single('qk_both').size}, the paper's method {single('matched')[0][1:]} (one layer"
-    rms, subtracted = (
-        ", ".join(of(rows, key)("paper", "matched")[seed] for seed in range(3)) for key in (SEVERE, SEVERE_LAYER)
-    )
-    deep = layer("paper", "matched")
-    yield f"twelve layers (seeds 0, 1, 2) | | {', '.join(deep[seed] for seed in range(3))} |"
-    yield f"at one rate (seeds 0, 1, 2) | {rms} | {subtracted} |"
+    yield f"twelve layers (seeds 0, 1, 2) | | {layer('paper', 'matched').listed} |"
+    severe = (of(rows, key)("paper", "matched").listed for key in (SEVERE, SEVERE_LAYER))
+    yield f"at one rate (seeds 0, 1, 2) | {' | '.join(severe)} |"
     large = partial(losses, rows[TWELVE_STD_32])
     yield f"with its initialization ended at {large('paper')[0]:.4f}, below"
     yield f"and AdamW at {large('AdamW')[0]:.4f} (one seed"

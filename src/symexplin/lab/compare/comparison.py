@@ -324,7 +324,7 @@ class Comparison:
             sentences.append(ONE_LR)
         if chose := [seed for seed in self.seeds if seed not in self.counted_seeds]:
             first, then = (
-                f"seed{'s'[: len(own) - 1]} {', '.join(map(str, own))}" for own in (chose, self.counted_seeds)
+                f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}" for seeds in (chose, self.counted_seeds)
             )
             sentences.append(f"{first.capitalize()} chose the learning rates; the results use only {then}.")
         return [one for one in sentences if not any(told.endswith(one[1:]) for told in self.verdict)]
