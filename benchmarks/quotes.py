@@ -115,8 +115,9 @@ def twelve_layers(rows: Rows) -> Iterator[str]:
     )
     yield f"with its initialization ends {paper} below AdamW; from the model's own initial weights {matched}."
     one, single = (of(rows, key) for key in (WIDTH_1024, ONE_LAYER_NORM))
-    start = one("paper", "matched")[0], single("paper", "matched").listed
-    yield f"one layer (seed 0; LayerNorm 0 to 2) | {start[0]} | {start[1]} |"
+    start = single("paper", "matched")
+    yield f"with one layer {start.whole}; with twelve"
+    yield f"one layer (seed 0; LayerNorm 0 to 3) | {one('paper', 'matched')[0]} | {start.listed} |"
     yield f"(seed 0; the paper reports -0.010) | | {single('frozen', 'frozen_matched')[0]} |"
     yield f"one learned number per matrix {single('number').size}, small and slow"
     yield f"queries and keys {single('qk_both').size}, the paper's method {single('matched')[0][1:]} (one layer"
