@@ -128,7 +128,12 @@ def losses(comparison: Comparison, place: str) -> dict[int, float]:
     return {seed: run.loss for seed, run in runs.items() if run.loss is not None}
 
 
-def difference(comparison: Comparison, place: str, other: str = "") -> Difference:
-    """Return the losses at one :func:`losses` place minus those at another, or at the baseline's best rate."""
-    above, below = losses(comparison, place), losses(comparison, other or comparison.baseline)
-    return Difference({seed: above[seed] - below[seed] for seed in above if seed in below}, chose(comparison))
+def difference(comparison: Comparison, place: str, other: str = "", against: Comparison | None = None) -> Difference:
+    """Return the losses at one :func:`losses` place minus those at another one, or at the baseline's best rate.
+
+    The second place is in `against`, other runs of the same setting, if given.
+    """
+    against = against or comparison
+    above, below = losses(comparison, place), losses(against, other or against.baseline)
+    both = {seed: above[seed] - below[seed] for seed in above if seed in below}
+    return Difference(both, chose(comparison) | chose(against))
