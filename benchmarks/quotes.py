@@ -62,10 +62,8 @@ def one_layer(rows: Rows) -> Iterator[str]:
     yield "{}, {} and, without it, {} (one or".format(*(twelve(each).size for each in ("number", "qk_all", "matched")))
     more = bare("matched", "number")
     yield f"than the paper's method by {more.size} ({more.interval.low:.3f} to {more.interval.high:.3f})"
-    yield f"with its initialization, differs from AdamW by {one('paper').whole}, better (five seeds)"
-    yield f"The default differs by {one('exp').whole}, not resolved"
-    yield f"it differs from AdamW by {one('qk_all').whole} (two seeds)"
     with_biases = {
+        "the default (at 7e-4)": "exp",
         "the paper's method with its initialization": "paper",
         "the paper's method, from the model's own initial weights": "matched",
         "the paper's map with fixed scales and the paper's initialization (at 1.4e-3)": "frozen",
@@ -166,45 +164,45 @@ def regime(*ours: Difference) -> str:
 
 def regimes(rows: Rows) -> Iterator[str]:
     """Yield the table of all regimes."""
-    both, plain = "paper's with its initialization", "| AdamW"
+    both = "paper's with its initialization"
     for width, steps in ((64, 200), (128, 700), (256, 2600)):
         default = of(rows, Key("widths", f"{width}x2", "ff759b9", steps))("default")
         papers = of(rows, Key("widths", f"{width}x2", "7a0cb4d", steps))("mismatch")
         methods = f"default; {both}" if width == 64 else "the same"
-        yield f"| width {width}, depth 2, {steps:,} steps | {methods} {plain} | {regime(default, papers)} |"
+        yield f"| width {width}, depth 2, {steps:,} steps | {methods} | {regime(default, papers)} |"
     small = of(rows, Key("exp_only", "128x4", "d3fc95d", 600))
-    yield f"depth 4, 600 steps | the same {plain} | {regime(small('exp_only-ff'), small('full'))} |"
+    yield f"depth 4, 600 steps | the same | {regime(small('exp_only-ff'), small('full'))} |"
     code = of(rows, Key("control", "128x4", "b3eebc4", 600))("default")
     english, long = (of(rows, Key("default", "128x4", "ff759b9", steps))("default") for steps in (600, 1800))
-    yield f"technical English | default {plain} | {regime(code, english)} |"
-    yield f"1,800 steps | default {plain} | {regime(long)} |"
+    yield f"technical English | default | {regime(code, english)} |"
+    yield f"1,800 steps | default | {regime(long)} |"
     longer = of(rows, Key("lengths", "128x2-10000", "28e925c", 10000))
-    yield f"10,000 steps | fixed mismatch {plain} | {regime(longer('default'))} |"
-    all_five = f"default; paper's; {both}; one number per matrix; QK-bias AdamW {plain}"
+    yield f"10,000 steps | fixed mismatch | {regime(longer('default'))} |"
+    all_five = f"default; paper's; {both}; one number per matrix; QK-bias AdamW"
     one, bare, single = (of(rows, key) for key in (WIDTH_1024, NO_BIAS, ONE_LAYER_NORM))
     gains = regime(*map(one, ("exp", "matched", "paper", "number", "qk_all")))
     yield f"width 1024, depth 1, 1,500 steps | {all_five} | {gains} |"
     gains = regime(*map(bare, ("default", "matched", "number")))
-    yield f"no biases | default; paper's; one number per matrix {plain} | {gains} |"
+    yield f"no biases | default; paper's; one number per matrix | {gains} |"
     gains = regime(*map(single, ("paper", "matched", "frozen_matched", "number")))
-    yield f"LayerNorm | {both}; paper's; its map with fixed scales; one number per matrix {plain} | {gains} |"
+    yield f"LayerNorm | {both}; paper's; its map with fixed scales; one number per matrix | {gains} |"
     twelve, init, layer = of(rows, TWELVE), of(rows, TWELVE_INIT, TWELVE), of(rows, TWELVE_LAYER)
     gains = regime(twelve("default"), twelve("matched"), init("paper"), twelve("number"), twelve("qk_all"))
     yield f"width 1024, depth 12, 1,000 steps | {all_five} | {gains} |"
-    yield f"LayerNorm | {both}; paper's {plain} | {regime(layer('paper'), layer('matched'))} |"
+    yield f"LayerNorm | {both}; paper's | {regime(layer('paper'), layer('matched'))} |"
     for key, cells in ((SEVERE, f"one rate | {both}; paper's"), (SEVERE_LAYER, "LayerNorm | the same")):
         ours = of(rows, key)
-        yield f"{cells} {plain} | {regime(ours('paper'), ours('matched'))} |"
+        yield f"{cells} | {regime(ours('paper'), ours('matched'))} |"
     schedules = of(rows, Key("attempts", "64x3", "0697dbd", 600))
     yield f"decays as 1 - (t/T)^8 | {regime(schedules('exp-grows', 'adamw-power-8'))} |"
     half = of(rows, Key("attempts", "64x3", "c9f8bae", 600, True))
     yield f"with the same and small queries and keys | {regime(half('best-exp-2-0_5', 'best-0_5'))} |"
     unbiased = of(rows, Key("attempts", "64x3-no-bias", "fafe4b8", 600, True))
-    yield f"at 0.1 of their scale {plain} | {regime(unbiased('qk-0_1'))} |"
+    yield f"at 0.1 of their scale | {regime(unbiased('qk-0_1'))} |"
     sparse = of(rows, Key("sparsity", "64x3", "8648390", 1000))
-    yield f"| Powerpropagation | {regime(sparse('exp-16-gradual-80', 'power-2-gradual-80'))} |"
+    yield f"against Powerpropagation | {regime(sparse('exp-16-gradual-80', 'power-2-gradual-80'))} |"
     muon = of(rows, Key("muon", "64x3", "c9f8bae", 600))
-    yield f"| Muon | {regime(muon('default', 'Muon'))} |"
+    yield f"against Muon | {regime(muon('default', 'Muon'))} |"
 
 
 def evidence(rows: Rows) -> Iterator[str]:
@@ -268,6 +266,7 @@ ELSEWHERE = {  # numbers that are not in the rows
     "docs/how-to/start-with.md": (  # python benchmarks/qk_norm.py
         "the initialization alone was 0.024 lower (three seeds, not resolved)",
         "QK-bias AdamW was worse by 0.194 (0.175 to 0.214), the initialization alone 0.032 lower (three seeds",
+        "it was 0.998 where it failed",  # python benchmarks/start.py
         "after 100,000 steps, such a number ended 0.019 above AdamW",  # the paper's table 7
     ),
 }

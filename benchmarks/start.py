@@ -27,11 +27,11 @@ CONTEXT, VOCABULARY = 256, 4096
 def cosines(model: nn.Module, *inputs: Any) -> dict[str, float]:
     """Return by name the mean |cosine| between the states of two positions behind each norm of the model.
 
-    Norms are modules with "norm" in the name of their class. Close to 1 behind the last ones, all positions look alike.
+    Norms are modules with "norm" in the name of their class. Close to 1 behind the last one, all positions look alike.
 
     Args:
         model: in its initial state; it is called once.
-        inputs: its arguments, such as token ids of shape (batch, positions).
+        inputs: its arguments, such as token ids of shape (batch, positions), with two positions or more.
 
     Raises:
         ValueError: no norm has states of shape (batch, positions, width).
@@ -40,7 +40,7 @@ def cosines(model: nn.Module, *inputs: Any) -> dict[str, float]:
 
     def hook(name: str) -> Any:
         def look(_module: nn.Module, _inputs: Any, states: Tensor) -> None:
-            if states.ndim == 3:  # those of queries and keys have heads
+            if states.ndim == 3 and states.shape[1] > 1:  # those of queries and keys have heads
                 unit = nn.functional.normalize(states.float(), dim=-1)
                 apart = ~torch.eye(unit.shape[1], dtype=torch.bool, device=unit.device)
                 alike[name] = float((unit @ unit.mT)[:, apart].abs().mean())
@@ -55,7 +55,10 @@ def cosines(model: nn.Module, *inputs: Any) -> dict[str, float]:
         for handle in handles:
             handle.remove()
     if not alike:
-        raise ValueError("model must have norms with states of shape (batch, positions, width), found none")
+        raise ValueError(
+            'model must have modules with "norm" in the name of their class whose states have the shape (batch, '
+            "positions, width), with two positions or more, found none"
+        )
     return alike
 
 

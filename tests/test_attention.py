@@ -30,6 +30,7 @@ SEPARATE = {
 FUSED = {
     "GPT2LMHeadModel": GPT2,
     "GPTNeoXForCausalLM": TEXT,
+    "PersimmonForCausalLM": {**TEXT, "pad_token_id": 0},
     "BloomForCausalLM": {"vocab_size": 32, "hidden_size": 16, "n_layer": 2, "n_head": 4},
     "Phi3ForCausalLM": GROUPED,
     "MptForCausalLM": MPT,
@@ -111,6 +112,14 @@ def test_fused_projections_of_torch_and_of_nanogpt():
     for name in (names[0], names[3]):
         now, old = model.get_parameter(name), before.get_parameter(name)
         torch.testing.assert_close(now, torch.cat([0.5 * old[:16], old[16:]]))
+
+
+@pytest.mark.parametrize(("norms", "warned"), [(["norm"], 1), (["pre_norm"], 1), (["q_norm", "k_norm"], 0)])
+def test_a_norm_of_the_input_is_no_qk_norm(norms, warned):
+    names = {name: nn.LayerNorm(8) for name in norms} | {name: nn.Linear(8, 8) for name in ("to_q", "to_k", "to_v")}
+    with warnings.catch_warnings(record=True) as caught:
+        sel.scale_qk_(nn.ModuleDict({"attention": nn.ModuleDict(names)}), lr=0.5)
+    assert len(caught) == warned
 
 
 def falcon():

@@ -23,8 +23,9 @@ def test_cosines_of_states_behind_each_norm(start):
     states = torch.tensor([[[1.0, -1.0, 0.0], [1.0, 1.0, -2.0], [2.0, -2.0, 0.0]]])
     alike = start.cosines(model, states)
     assert alike == {"0": pytest.approx(1 / 3, abs=1e-5), "2": pytest.approx(1.0)}  # of the pairs, one is parallel
-    with pytest.raises(ValueError, match="norm"):
-        start.cosines(nn.Linear(3, 3), states)
+    for other, inputs in ((nn.Linear(3, 3), states), (model, states[:, :1])):
+        with pytest.raises(ValueError, match='"norm" in the name of their class .*two positions'):
+            start.cosines(other, inputs)
 
 
 def test_the_papers_initialization_of_a_deep_llama_makes_positions_alike(start):
