@@ -24,7 +24,7 @@ def test_cosines_of_states_behind_each_norm(start):
     alike = start.cosines(model, states)
     assert alike == {"0": pytest.approx(1 / 3, abs=1e-5), "2": pytest.approx(1.0)}  # of the pairs, one is parallel
     for other, inputs in ((nn.Linear(3, 3), states), (model, states[:, :1])):
-        with pytest.raises(ValueError, match='"norm" in the name of their class .*two positions'):
+        with pytest.raises(ValueError, match=r'"norm" in the name of their class .*two positions'):
             start.cosines(other, inputs)
 
 
