@@ -43,7 +43,7 @@ def readme(rows: Rows) -> Iterator[str]:
     yield f"| the default | {one('exp'):2} (not resolved) | {twelve('default'):2} |"
     yield f"from the model's own initial weights | {one('matched'):2} (one seed) | {twelve('matched'):2} |"
     yield f"| the paper's method with its initialization | {one('paper'):2} | [**{init('paper'):1}**]"
-    both = f"{single('paper'):2} | {layer('paper'):2}, but AdamW {norms('AdamW'):2}"
+    both = f"{single('paper'):2} | {layer('paper'):2} (LayerNorm itself: {norms('AdamW'):2})"
     yield f"| the same, both with LayerNorm in place of RMSNorm | {both} |"
     yield f"no curve | **{one('number'):2}** | {twelve('number'):2} |"
     yield f"one learned number per matrix {abs(bare('number').interval.mean):.2f} (three seeds), both with one layer."
