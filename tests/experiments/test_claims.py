@@ -126,8 +126,9 @@ def curves(gaps):
         ("final_apart", [0.0, 1.0, 1.0, 1.0, -5e-4], 5e-4),
         ("final", [0.0, 1.0, 1.0, 1.0, -5e-4], -5e-4),
         ("lowest", [0.0, 1.0, 1.0, -1.0, -5e-4], 0.25 - 5e-4),
-        ("steps", [0.0, 0.0, -0.5, -0.5, -0.5], 0.25 + 0.25 * 0.75),  # A ends at 3.75, B has 4.5 at 25 and 3.5 at 50
+        ("steps", [0.0, 0.0, -0.5, -0.5, -0.5], 43.75 / 62.5),  # to 3.75: A has 4.0 at 50, B 4.5 at 25, 3.5 there
         ("steps", [0.0, 1.0, 1.0, 1.0, 0.25], 1.0),
+        ("steps", [0.0, 1.0, 1.0, 1.0, -0.5], 1.0),  # B is later than A
     ],
 )
 def test_measures_of_curves(tmp_path, measure, gaps, value):

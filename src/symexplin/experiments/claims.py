@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal, NamedTuple
 
-from symexplin.lab.compare.comparison import Comparison, Run, speedup, steps_to
+from symexplin.lab.compare.comparison import Comparison, Run, share_of_steps, steps_to
 from symexplin.lab.compare.interval import BETTER, ENOUGH_SEEDS, NO_DIFFERENCE, NOT_RESOLVED, TOO_FEW, WORSE, Interval
 from symexplin.lab.settings import Schema
 from symexplin.validation import check_choice
@@ -50,8 +50,8 @@ def _gaps(run: Run, other: Run) -> list[float]:
 
 
 def _share_of_steps(_: Comparison, run: Run, other: Run) -> float:
-    times = speedup(other.curve, run.curve)
-    return 1.0 if times is None else 1.0 / times
+    share = share_of_steps(other.curve, run.curve)
+    return 1.0 if share is None else min(share, 1.0)  # later than the other is no gain, as never
 
 
 def _later_at_3(_: Comparison, run: Run, other: Run) -> float | None:
@@ -87,7 +87,7 @@ MEASURES = {
     "most_apart": Measure(lambda _, a, b: max(map(abs, _gaps(a, b))), f"largest {_APART}"),
     "final_apart": Measure(lambda _, a, b: abs(_end(a) - _end(b)), f"last {_APART}"),
     "steps": Measure(
-        _share_of_steps, "share of the steps that {variant} takes to the final loss of {against} (1: all or never)"
+        _share_of_steps, "share of the steps that {variant} takes to the final loss of {against} (1: as many, or never)"
     ),
     "steps_to_3": Measure(_later_at_3, "steps of {variant} to a loss of 3 minus those of {against}"),
     "slower": Measure(_slower, "time that a token takes {variant}, over that of {against}, minus 1"),

@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from symexplin.lab.compare.comparison import ONE_LR, Comparison, Run, speedup
+from symexplin.lab.compare.comparison import ONE_LR, Comparison, Run, share_of_steps
 from symexplin.lab.files import write_json
 from table_folders import comparison as written
 
@@ -205,17 +205,34 @@ def test_a_file_has_all_that_the_comparison_has(tmp_path):
 BASELINE = [(0, 5.0), (50, 3.0), (100, 2.0)]
 
 
+RISES = [(0, 5.0), (40, 1.0), (100, 3.0)]  # at 3 first after 20 steps
+
+
 @pytest.mark.parametrize(
-    ("variant", "expected"),
+    ("baseline", "variant", "expected"),
     [
-        (BASELINE, 1.0),
-        ([(0, 5.0), (50, 2.0), (100, 1.5)], 2.0),
-        ([(0, 5.0), (50, 3.0), (100, 1.0)], 100 / 75),  # halfway between its evaluations
-        ([(0, 4.0), (40, 1.0), (100, 3.0)], 100 / (40 * 2 / 3)),  # the first time counts, not the last
-        ([(0, 5.0), (50, 3.0), (100, 2.001)], None),
-        ([(0, 2.0), (100, 1.0)], None),
-        ([(0, 5.0)], None),
+        (BASELINE, BASELINE, 1.0),
+        (BASELINE, [(0, 5.0), (50, 2.0), (100, 1.5)], 0.5),
+        (BASELINE, [(0, 5.0), (50, 3.0), (100, 1.0)], 0.75),  # halfway between its evaluations
+        (BASELINE, [(0, 4.0), (40, 1.0), (100, 3.0)], 0.4 * 2 / 3),  # the first time counts, not the last
+        (BASELINE, [(0, 5.0), (50, 3.0), (100, 2.001)], None),
+        (BASELINE, [(0, 2.0), (100, 1.0)], None),
+        (BASELINE, [(0, 5.0)], None),
+        (RISES, RISES, 1.0),
+        (RISES, BASELINE, 50 / 20),
+        ([(0, 3.0), (50, 1.0), (100, 4.0)], BASELINE, None),  # the baseline starts below its final loss
+        ([(0, 2.0)], BASELINE, None),
     ],
 )
-def test_speedup(variant, expected):
-    assert speedup(BASELINE, variant) == (None if expected is None else pytest.approx(expected))
+def test_the_share_of_the_steps_to_the_final_loss_of_the_baseline(baseline, variant, expected):
+    assert share_of_steps(baseline, variant) == (None if expected is None else pytest.approx(expected))
+
+
+def test_the_table_and_the_sentence_say_one_speedup_over_the_seeds():
+    """The variant needs 90% of the steps with two seeds and 20% with one: 66.7% in the mean, 1.5 times fewer."""
+    runs = [Run("A", 0.1, seed, ((0, 5.0), (100, 2.0))) for seed in range(3)]
+    runs += [Run("B", 0.1, seed, ((0, 5.0), (at, 2.0), (100, 1.9))) for seed, at in enumerate((90, 90, 20))]
+    comparison = compare(runs, "A")
+    assert comparison.best[1].speedup == pytest.approx(1.5)
+    assert "1.50x" in comparison.table()
+    assert comparison.verdict[0].endswith("reaches that loss in 67% of the steps.")

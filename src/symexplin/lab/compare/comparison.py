@@ -15,7 +15,7 @@ from symexplin.lab.compare.interval import BETTER, ENOUGH_SEEDS, Interval
 from symexplin.lab.files import format_columns, read_json, read_json_lines, write_json
 from symexplin.lab.folders import METRICS
 
-__all__ = ["ONE_LR", "Comparison", "Row", "Run", "speedup", "steps_to"]
+__all__ = ["ONE_LR", "Comparison", "Row", "Run", "share_of_steps", "steps_to"]
 
 # Evaluations of a run as (step, loss), in order.
 Curve = Sequence[tuple[int, float]]
@@ -47,7 +47,8 @@ class Row:
     """A line of the table: a variant at a learning rate over `seeds`, each paired with the baseline's run of its seed.
 
     `finite` counts the seeds at which the run stayed finite. `loss` and `spread` (the standard deviation, n - 1 degrees
-    of freedom) are None unless all did, `delta` unless the baseline's did too, and `speedup` unless every seed has one.
+    of freedom) are None unless all did, and `delta` unless the baseline's did too. `speedup` is one over the mean
+    :func:`share_of_steps`, None unless every seed has one.
     `reached` counts the seeds with an evaluation at or below the baseline's final loss. `seconds` and
     `tokens_per_second` are means over the finite runs. A variant without a best learning rate has `lr` None.
     """
@@ -89,9 +90,9 @@ class Comparison:
         labels: {variant: its name in words}, where it has another one.
         facts: what all runs have in common, by the sections of a page: "config", "corpus", ...
 
-    >>> runs = [Run("A", 0.1, 0, ((0, 3.0), (10, 2.0))), Run("B", 0.1, 0, ((0, 3.0), (10, 1.5)))]
+    >>> runs = [Run("A", 0.1, 0, ((0, 3.0), (10, 2.0))), Run("B", 0.1, 0, ((0, 3.0), (10, 1.0)))]
     >>> [(row.variant, row.delta, row.speedup) for row in Comparison(tuple(runs), "A").shared]
-    [('A', 0.0, 1.0), ('B', -0.5, 1.5)]
+    [('A', 0.0, 1.0), ('B', -1.0, 2.0)]
     """
 
     runs: tuple[Run, ...]
@@ -263,6 +264,7 @@ class Comparison:
         pairs = [(finite[seed].curve, bases[seed].curve) if seed in finite and seed in bases else None for seed in runs]
         deltas = tuple(pair and pair[0][-1][1] - pair[1][-1][1] for pair in pairs)
         loss = _mean([run.loss for run in runs.values()])
+        share = _mean([pair and share_of_steps(pair[1], pair[0]) for pair in pairs])
         return Row(
             variant=variant,
             lr=lr,
@@ -274,7 +276,7 @@ class Comparison:
             if loss is None or len(runs) == 1
             else statistics.stdev(run.curve[-1][1] for run in runs.values()),
             delta=_mean(deltas),
-            speedup=_mean([pair and speedup(pair[1], pair[0]) for pair in pairs]),
+            speedup=share and 1.0 / share,
             reached=sum(min(loss for _, loss in pair[0]) <= pair[1][-1][1] for pair in pairs if pair),
             seconds=_mean([run.seconds for run in finite.values()]),
             tokens_per_second=_mean([run.tokens_per_second for run in finite.values()]),
@@ -374,17 +376,16 @@ class Comparison:
         return "\n".join(lines)
 
 
-def speedup(baseline: Curve, variant: Curve) -> float | None:
-    """Return the baseline's steps divided by the step at which `variant` first reaches the baseline's final loss.
+def share_of_steps(baseline: Curve, variant: Curve) -> float | None:
+    """Return the step at which `variant` first reaches the baseline's final loss, over that at which the baseline does.
 
-    None: not reached, before the first step, or the baseline has no steps.
+    None: not reached, or by one of both before the first step.
 
-    >>> speedup([(0, 5.0), (100, 2.0)], [(0, 5.0), (50, 3.0), (100, 1.0)])
-    1.3333333333333333
+    >>> share_of_steps([(0, 5.0), (100, 2.0)], [(0, 5.0), (50, 3.0), (100, 1.0)])
+    0.75
     """
-    steps, target = baseline[-1]
-    reached = steps_to(variant, target)
-    return None if reached is None or steps <= 0 else steps / reached
+    own, steps = (steps_to(curve, baseline[-1][1]) for curve in (variant, baseline))
+    return None if own is None or steps is None else own / steps
 
 
 def steps_to(curve: Curve, target: float) -> float | None:
