@@ -13,7 +13,7 @@ import pytest
 
 from symexplin.lab.compare import launch
 from symexplin.lab.compare.grid import ClusterConfig, GridConfig
-from symexplin.lab.compare.launch import SlurmJob, Task, check_executor, execute
+from symexplin.lab.compare.launch import SlurmJob, Task, check_executor, execute, has_ended
 from symexplin.lab.process import Stopped
 
 ENDS = "import pathlib; print('train: step 1'); pathlib.Path('{}', 'result.json').touch()"
@@ -38,6 +38,17 @@ def run(tasks, out, jobs, echo=lambda _: None, cluster="none"):
     """Return {name of a run: why it failed}."""
     ended = execute(deque(tasks), out, GridConfig(jobs=jobs, cluster=cluster), echo)
     return {task.label: reason for task, reason in ended}
+
+
+def interrupt(_):
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+
+
+def end(task):
+    """End a run as its job would."""
+    task.result.touch()
+    task.file(".json").write_text("{}")
 
 
 def tasks(out, **codes):
@@ -77,16 +88,41 @@ def test_a_signal_reaches_every_process_of_the_runs_and_starts_no_other(tmp_path
     assert not others[1].result.exists()
 
 
+def ended(work):
+    return [has_ended(task.folder) for task in work]
+
+
+def test_a_result_does_not_count_unless_its_process_ended_with_status_0_or_writes_it_once(tmp_path):
+    """A program may write its result at each evaluation."""
+    early = "import pathlib, sys; pathlib.Path('{}', 'result.json').touch(); print('train: begun', flush=True); "
+    work = tasks(tmp_path, a=early, b=early + "sys.exit('three')", c=early + "sys.exit('three')")
+    work[2] = work[2]._replace(once=True)
+    said = f"its command failed with status 1 after it wrote result.json: train: begun / three (see {work[1].file('.log')})"
+    assert run(work, tmp_path, 2) == {"a": None, "b": said, "c": None}
+    assert ended(work) == [True, False, True]
+
+    saves = f"import signal; signal.signal(signal.SIGTERM, lambda *_: exit(0)); {early}import time; time.sleep(60)"
+    by_hand = task(tmp_path / "runs" / "e", ENDS)
+    by_hand.result.touch()
+    work = [*tasks(tmp_path, a=saves, b=saves, d=saves), by_hand]  # a has ended well before
+    with pytest.raises(Stopped):
+        run(work[:1], tmp_path, 2, lambda _: signal.raise_signal(signal.SIGTERM))
+    started, start = [], subprocess.Popen
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", lambda *a, **k: started.append(start(*a, **k)) or started[-1])
+        run(work[1:2], tmp_path, 2, lambda _: started[0].kill())
+    with contextlib.closing(execute(deque(work[2:3]), tmp_path, GridConfig(), interrupt)) as runs:
+        with pytest.raises(KeyboardInterrupt):
+            next(runs)
+    assert ended(work) == [False, False, False, True]
+
+
 def test_the_death_of_a_process_is_told_and_a_second_interrupt_ends_all_at_once(tmp_path, monkeypatch):
     started, start = [], subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(start(*a, **k)) or started[-1])
     (reason,) = run(tasks(tmp_path, a=WAITS), tmp_path, 2, lambda _: started[0].kill()).values()
     assert "SIGKILL killed its process" in reason
     assert "--resume" in reason
-
-    def interrupt(_):
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
         run(tasks(tmp_path, b=WAITS), tmp_path, 2, interrupt)
@@ -198,7 +234,7 @@ def test_jobs_are_followed_and_those_of_an_earlier_comparison_taken_up(tmp_path,
         elif line in steps:
             file.write_text(steps[line])
         if "requeued" in line:
-            work[0].result.touch()
+            end(work[0])
         if line == "b: job 7_1 runs on node2":
             signal.raise_signal(signal.SIGTERM)
 
@@ -211,7 +247,7 @@ def test_jobs_are_followed_and_those_of_an_earlier_comparison_taken_up(tmp_path,
     again = run(work[1:], tmp_path, 2, lambda line: file.write_text("") if "runs" in line else 0, cluster="slurm")
     assert again["b"].startswith("job 7_1 ended without its result: CUDA error: out of memory")
     assert submitted == [["a", "b"]]
-    run(work[1:], tmp_path, 2, lambda _: work[1].result.touch(), cluster="slurm")
+    run(work[1:], tmp_path, 2, lambda _: end(work[1]), cluster="slurm")
     assert submitted == [["a", "b"], ["b"]]
 
     # A comparison that stops at its first run cancels the others; runs that it adds are submitted meanwhile.
@@ -219,10 +255,10 @@ def test_jobs_are_followed_and_those_of_an_earlier_comparison_taken_up(tmp_path,
     program(monkeypatch, tmp_path / "bin", "scancel", f"echo $* > {cancelled}")
     waiting = deque(tasks(tmp_path, c=ENDS, d=ENDS))
     with contextlib.closing(execute(waiting, tmp_path, GridConfig(cluster="slurm"), lambda _: None)) as ended:
-        (tmp_path / "runs" / "c" / "result.json").touch()
+        end(waiting[0])
         assert next(ended)[0].label == "c"
         waiting.extend(tasks(tmp_path, e=ENDS))
-        (tmp_path / "runs" / "e" / "result.json").touch()
+        end(waiting[0])
         while next(ended)[0].label != "e":
             pass
     assert submitted[2:] == [["c", "d"], ["e"]]
@@ -232,7 +268,7 @@ def test_jobs_are_followed_and_those_of_an_earlier_comparison_taken_up(tmp_path,
 def test_a_preempted_job_saves_its_run_and_executes_the_same_again(tmp_path):
     pytest.importorskip("submitit")
     run, again = task(tmp_path / "runs" / "a", SAVES), []
-    job = SlurmJob(run.command, run.result, run.file(".json"))
+    job = SlurmJob(run)
 
     def preempt(*_):
         os.kill(job._number, signal.SIGUSR2)  # Slurm sends submitit's signal to the run, too
@@ -246,4 +282,17 @@ def test_a_preempted_job_saves_its_run_and_executes_the_same_again(tmp_path):
     finally:
         signal.signal(signal.SIGALRM, before)
     assert (run.folder / "saved").read_text() == "300"
-    assert vars(again[0].function) == {"_command": run.command, "_result": run.result, "_record": run.file(".json")}
+    assert again[0].function is job
+
+
+@pytest.mark.parametrize(("once", "status"), [(False, 0), (False, 3), (True, 3)])
+def test_a_job_has_ended_with_status_0_or_with_a_result_that_is_written_once(tmp_path, once, status):
+    """A program may write its result at each evaluation; an earlier job of the run may have ended well."""
+    early = f"import pathlib; file = pathlib.Path('{{}}', 'result.json'); file.touch(); exit({status})"
+    run = task(tmp_path / "runs" / "a", early)._replace(once=once)
+    run.file(".job").write_text("7_0")
+    run.file(".json").write_text("{}")
+    with contextlib.suppress(SystemExit):
+        SlurmJob(run)()
+    assert run.result.exists()
+    assert has_ended(run.folder) == (once or status == 0)

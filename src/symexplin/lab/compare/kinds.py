@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from symexplin.lab.compare.grid import CONFIG, LABELS, RUNS, Cell, ClusterConfig, CompareConfig, GridConfig
-from symexplin.lab.compare.launch import Task, gpus_here, threads_each
+from symexplin.lab.compare.launch import Task, gpus_here, has_ended, threads_each
 from symexplin.lab.config import RunConfig, absolute, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, replace_file
@@ -127,7 +127,7 @@ class Laboratory:
         config = self._config.run(cell)
         train, model = config.train, config.model
         work = float(train.steps * train.batch_size * model.context * model.depth * model.width**2)
-        task = Task(label, folder, [], self._cluster, config.compute.device in ("auto", "cuda"), work)
+        task = Task(label, folder, [], self._cluster, config.compute.device in ("auto", "cuda"), work, once=True)
         file = task.file(".toml")
         replace_file(file, dump_toml(to_table(config)))
         several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(task.places)]
@@ -265,7 +265,7 @@ class Command:
         command = self._config.command
         if (folder / CONFIG).exists():
             saved = saved_config(CommandConfig, folder / CONFIG).command
-            if saved != command and any(folder.glob(f"{RUNS}/*/{RESULT}")):
+            if saved != command and any(map(has_ended, folder.glob(f"{RUNS}/*"))):
                 raise ValueError(
                     f"command must be {saved!r}, as in {str(folder)!r}, got {command!r}: choose a new --out"
                 )

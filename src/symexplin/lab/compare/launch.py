@@ -24,7 +24,10 @@ from symexplin.lab.folders import RESULT
 from symexplin.lab.process import StopSignals, end_with_parent
 from symexplin.lab.provenance import cores
 
-__all__ = ["Ended", "SlurmJob", "Task", "check_executor", "execute", "gpus_here", "process_file", "threads_each"]
+__all__ = [
+    *("Ended", "SlurmJob", "Task"),
+    *("check_executor", "execute", "gpus_here", "has_ended", "process_file", "threads_each"),
+]
 
 Echo = Callable[[str], None]
 
@@ -42,11 +45,20 @@ def process_file(run: Path, ending: str) -> Path:
     return run.parent.parent / PROCESSES / f"{run.name}{ending}"
 
 
-class Task(NamedTuple):
-    """A run to execute: it has ended when result.json is in its folder.
+def has_ended(run: Path) -> bool:
+    """Return whether the run in a folder has its result.json, and no process or job of it that has not ended well.
 
-    `cluster` is what it asks for, `on_gpu` whether a process of this machine may have a GPU of its own, and `work` how
-    long it takes relative to others.
+    A program may write that file more than once, and be stopped or fail after that.
+    """
+    started = any(process_file(run, ending).exists() for ending in (".log", ".job"))
+    return (run / RESULT).exists() and (process_file(run, ".json").exists() or not started)
+
+
+class Task(NamedTuple):
+    """A run to execute.
+
+    `cluster` is what it asks for, `on_gpu` whether a process of this machine may have a GPU of its own, `work` how long
+    it takes relative to others, and `once` whether it writes result.json at its end alone, whatever its status is then.
     """
 
     label: str
@@ -55,6 +67,7 @@ class Task(NamedTuple):
     cluster: ClusterConfig = ClusterConfig()
     on_gpu: bool = False
     work: float = 1.0
+    once: bool = False
 
     @property
     def places(self) -> int:
@@ -143,7 +156,7 @@ def _run_here(queue: deque[Task], jobs: int, echo: Echo) -> Generator[Ended, Non
                         continue
                     running.remove(process)
                     process.close()
-                    if process.task.result.exists():
+                    if process.task.result.exists() and (process.task.once or not (status or told)):
                         _record(process.task.file(".json"), process.began)
                         yield process.task, None
                     elif stop.signal is None:
@@ -161,7 +174,7 @@ def _run_here(queue: deque[Task], jobs: int, echo: Echo) -> Generator[Ended, Non
 
 
 def _record(file: Path, began: float) -> None:
-    """Write how long a process took, for runs that do not say it themselves."""
+    """Write that a process has ended well, and how long it took, for runs that do not say it themselves."""
     write_json(file, {"seconds": round(time.monotonic() - began, 3)})
 
 
@@ -172,6 +185,7 @@ class _Process:
         self.task, self.began = task, time.monotonic()
         self.gpus = gpus[: task.places] if task.on_gpu and max(jobs, task.places) > 1 else []
         self._log_path = task.file(".log")
+        task.file(".json").unlink(missing_ok=True)  # of an earlier process
         threads = {"OMP_NUM_THREADS": str(threads_each(jobs))} if jobs > 1 else {}
         chosen = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
         with self._log_path.open("w") as file:
@@ -204,11 +218,12 @@ class _Process:
         self._log.close()
 
     def reason(self, status: int) -> str:
-        """Return why the process ended with a status and without the result."""
+        """Return why the process with a status has not ended well."""
         if status < 0:
             name = signal.Signals(-status).name
             return f"{name} killed its process, perhaps for lack of memory: --resume continues, try fewer --jobs"
-        ended = f"its command failed with status {status}" if status else f"ended without {RESULT}"
+        wrote = f" after it wrote {RESULT}" if self.task.result.exists() else ""
+        ended = f"its command failed with status {status}{wrote}" if status else f"ended without {RESULT}"
         return f"{ended}: {_last_lines(self._log_path)}"
 
 
@@ -223,14 +238,16 @@ def _last_lines(log: Path) -> str:
 
 
 class SlurmJob:
-    """A run as submitit executes it: its command, the file that it writes at its end, and that of its time."""
+    """A run as submitit executes it: its command, and its files as absolute paths."""
 
-    def __init__(self, command: Sequence[str], result: Path, record: Path) -> None:
-        self._command, self._result, self._record = list(command), result, record
+    def __init__(self, task: Task) -> None:
+        self._command, self._once = task.command, task.once
+        self._result, self._record = task.result.resolve(), task.file(".json").resolve()
 
     def __call__(self) -> None:
         """Execute the run to its end."""
         began = time.monotonic()
+        self._record.unlink(missing_ok=True)  # of an earlier job
         process = subprocess.Popen(
             self._command,
             env={**_PATIENCE, **os.environ},
@@ -239,7 +256,7 @@ class SlurmJob:
         )
         self._number = process.pid
         status = process.wait()
-        if self._result.exists():
+        if self._result.exists() and (self._once or not status):
             _record(self._record, began)
         elif status:
             sys.exit(status)
@@ -251,7 +268,7 @@ class SlurmJob:
         os.kill(self._number, signal.SIGTERM)
         # The interrupted __call__ waits for the process, too, and keeps its status.
         os.waitid(os.P_PID, self._number, os.WEXITED | os.WNOWAIT)
-        return DelayedSubmission(SlurmJob(self._command, self._result, self._record))
+        return DelayedSubmission(self)
 
 
 def _run_as_jobs(queue: deque[Task], out: Path, jobs: int | None, echo: Echo) -> Generator[Ended, None, None]:
@@ -272,7 +289,7 @@ def _run_as_jobs(queue: deque[Task], out: Path, jobs: int | None, echo: Echo) ->
             states = _states(waiting)
             for job, task in list(waiting.items()):
                 reason = None
-                if not task.result.exists():  # looked at after Slurm: a job writes this file before it ends
+                if not has_ended(task.folder):  # looked at after Slurm: a job writes its files before it ends
                     if states is None:
                         continue
                     lost[job] = 0 if job in states else lost[job] + 1
@@ -339,8 +356,7 @@ def _submit(tasks: Sequence[Task], place: Path, jobs: int | None) -> list[str]:
         additional_parameters={"requeue": True, **cluster.sbatch},
     )
     try:
-        work = [SlurmJob(task.command, task.result.resolve(), task.file(".json").resolve()) for task in tasks]
-        return [job.job_id for job in executor.submit_array(work)]
+        return [job.job_id for job in executor.submit_array([SlurmJob(task) for task in tasks])]
     except submitit.core.utils.FailedJobError as error:
         raise ValueError(f"[cluster] must suit this cluster, but {' '.join(str(error).split())}") from None
 

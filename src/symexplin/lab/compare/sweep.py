@@ -2,7 +2,7 @@
 
 compare.toml      the settings                    runs/        a folder per run, with the result.json that it writes
 comparison.json   the result, at the end          report.html  the same as a page
-processes/        settings, log and time of the process or job of each run
+processes/        settings and log of the process or job of each run, and its time once it has ended well
 cluster/          logs of the jobs of a cluster, and the pickles of submitit
 
 What is particular to the runs of the laboratory or to those of a command is in :mod:`symexplin.lab.compare.kinds`.
@@ -22,7 +22,7 @@ from typing import Any
 from symexplin.lab.compare.comparison import Comparison, Run
 from symexplin.lab.compare.grid import CONFIG, DEMO, RUNS, Cell
 from symexplin.lab.compare.kinds import Command, Laboratory
-from symexplin.lab.compare.launch import Task, check_executor, execute, process_file
+from symexplin.lab.compare.launch import Task, check_executor, execute, has_ended, process_file
 from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.folders import RESULT, check_unused, claimed
 from symexplin.lab.settings import dump_toml
@@ -127,7 +127,7 @@ class Sweep:
             if not folder.exists() and (source := self.kind.earlier(cell)) is not None:
                 _copy(source, folder)
                 note = f" (copied from {source})"
-            if (folder / RESULT).exists():
+            if has_ended(folder):
                 self._read(cell, label, note)
             else:
                 self._left[folder] = cell, label
