@@ -97,7 +97,8 @@ def test_a_result_does_not_count_unless_its_process_ended_with_status_0_or_write
     early = "import pathlib, sys; pathlib.Path('{}', 'result.json').touch(); print('train: begun', flush=True); "
     work = tasks(tmp_path, a=early, b=early + "sys.exit('three')", c=early + "sys.exit('three')")
     work[2] = work[2]._replace(once=True)
-    said = f"its command failed with status 1 after it wrote result.json: train: begun / three (see {work[1].file('.log')})"
+    log = work[1].file(".log")
+    said = f"its command failed with status 1 after it wrote result.json: train: begun / three (see {log})"
     assert run(work, tmp_path, 2) == {"a": None, "b": said, "c": None}
     assert ended(work) == [True, False, True]
 
@@ -111,9 +112,8 @@ def test_a_result_does_not_count_unless_its_process_ended_with_status_0_or_write
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", lambda *a, **k: started.append(start(*a, **k)) or started[-1])
         run(work[1:2], tmp_path, 2, lambda _: started[0].kill())
-    with contextlib.closing(execute(deque(work[2:3]), tmp_path, GridConfig(), interrupt)) as runs:
-        with pytest.raises(KeyboardInterrupt):
-            next(runs)
+    with pytest.raises(KeyboardInterrupt):
+        run(work[2:3], tmp_path, 1, interrupt)
     assert ended(work) == [False, False, False, True]
 
 
