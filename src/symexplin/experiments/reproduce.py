@@ -35,7 +35,8 @@ class ReproduceConfig(Schema):
         variants: those to run, the baseline among them.
         lrs: peak learning rates; every variant trains at each.
         seeds: every variant trains at each learning rate with each.
-        confirm_seeds: of a second stage, at the best learning rates. The results use only these seeds.
+        confirm_seeds: of a second stage, at the best learning rates. The results use only these seeds; with one
+            learning rate, all seeds.
         jobs: runs at a time, of all panels together. Default: the scale's, else 1 here and no limit on a cluster.
         steps: optimizer steps of each run; warm-up and evaluations keep their share.
         set: any key of a scale's tables, such as model.width=64, train.batch_size=4, map.beta=5 (of every curved

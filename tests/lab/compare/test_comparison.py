@@ -161,6 +161,8 @@ def test_seeds_that_confirm_have_no_say_in_the_learning_rates_and_count_alone():
     assert comparison.notes[-1] == "Seed 7 chose the learning rates; the results use only seeds 8, 9."
     one_rate = compare(runs_of({("AdamW", 0.1): [2.0, 2.1, 2.2], ("SEL", 0.1): [1.9, 2.0, 2.1]}), "AdamW", (1, 2))
     assert (one_rate.best[1].seeds, len(one_rate.verdict)) == ((0, 1, 2), 2)  # nothing was chosen
+    assert one_rate.verdict[0].startswith("At learning rate 0.1, SEL ends at 2.0000 ± 0.1000")
+    assert one_rate.table().startswith("at learning rate 0.1\n")
     left_by_an_earlier_stage = [run("AdamW", 0.1, 0.1, seed=8), run("SEL", 0.8, 0.1, seed=8)]
     assert compare([*STAGES, *left_by_an_earlier_stage], "AdamW", (8, 9)).best == comparison.best[:2]
 

@@ -127,5 +127,13 @@ def test_a_page_has_curves_at_the_best_rates_if_they_differ(tmp_path, monkeypatc
     shared, best, sweep = comparison_figures(loaded(tmp_path, final=2.4))
     assert (shared.svg.keywords["cells"], best.svg.keywords["cells"]) == (CELLS, [CELLS[0], ("SEL", 0.001)])
     assert "own best learning rate" in best.caption
+    content = loaded(tmp_path, seeds=(0, 1, 2), confirm_seeds=(1, 2))
+    one_rate = dataclasses.replace(content, runs=tuple(run for run in content.runs if run.lr == 0.01))
+    for whole, seeds, end in ((content, "the first stage's seeds", 2.0), (one_rate, "the seeds", 2.1)):
+        sweep = comparison_figures(whole)[-1]
+        assert sweep.caption.endswith(f"the line is the mean of {seeds}.")
+        axes = Figure().add_subplot()
+        sweep.svg(axes)
+        assert lines(axes)["AdamW"].get_ydata()[-1] == pytest.approx(end)
     content = loaded(tmp_path, lambda run: dataclasses.replace(run, curve=run.curve[-1:]))  # a command without curves
     assert [figure.caption for figure in comparison_figures(content)] == [sweep.caption]

@@ -78,7 +78,7 @@ class Comparison:
     """Runs of variants at learning rates and seeds, the baseline's among them.
 
     A variant's best learning rate has the most seeds and then the lowest mean loss; `confirm_seeds` have no say in it.
-    The shared learning rate is the baseline's best one.
+    The shared learning rate is the baseline's best one. With one learning rate, all seeds count alike.
 
     Args:
         runs: in any order.
@@ -155,6 +155,11 @@ class Comparison:
     def counted_seeds(self) -> tuple[int, ...]:
         """The seeds that the results are about: those that did not choose between learning rates, if there are any."""
         return self.seeds if len(self.lrs) == 1 else self.confirm_seeds or self.seeds
+
+    @property
+    def choosing_seeds(self) -> tuple[int, ...]:
+        """The seeds that only chose between learning rates, if there are any."""
+        return tuple(seed for seed in self.seeds if seed not in self.counted_seeds)
 
     @cached_property
     def lrs(self) -> tuple[float, ...]:
@@ -246,7 +251,8 @@ class Comparison:
     def tables(self) -> list[tuple[str, tuple[Row, ...]]]:
         """The titles and rows of the tables to show: one if all variants have the same best learning rate."""
         if self.shared == self.best:
-            return [(f"At the best learning rate of all, {self.shared_lr:g}", self.best)]
+            rate = "learning rate" if len(self.lrs) == 1 else "the best learning rate of all,"
+            return [(f"At {rate} {self.shared_lr:g}", self.best)]
         shared = f"At the shared learning rate, {self.shared_lr:g}"
         return [(shared, self.shared), ("Each at its own best learning rate", self.best)]
 
@@ -324,9 +330,10 @@ class Comparison:
                 )
         if len(self.lrs) == 1:
             sentences.append(ONE_LR)
-        if chose := [seed for seed in self.seeds if seed not in self.counted_seeds]:
+        if self.choosing_seeds:
             first, then = (
-                f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}" for seeds in (chose, self.counted_seeds)
+                f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
+                for seeds in (self.choosing_seeds, self.counted_seeds)
             )
             sentences.append(f"{first.capitalize()} chose the learning rates; the results use only {then}.")
         return [one for one in sentences if not any(told.endswith(one[1:]) for told in self.verdict)]
@@ -334,8 +341,8 @@ class Comparison:
     def _at_own_lr(self, row: Row) -> str:
         if row.lr is None:
             return f"No learning rate tried kept {self.label(row.variant)} finite in every seed."
-        rate = "the best learning rate of both" if row.lr == self.shared_lr else "its best learning rate"
-        return f"At {rate}, {row.lr:g}, {self._result(row)}."
+        rate = "the best learning rate of both," if row.lr == self.shared_lr else "its best learning rate,"
+        return f"At {rate if len(self.lrs) > 1 else 'learning rate'} {row.lr:g}, {self._result(row)}."
 
     def _at_shared_lr(self, variant: str) -> str:
         row = self.shared[self.variants.index(variant)]

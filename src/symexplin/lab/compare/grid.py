@@ -78,7 +78,8 @@ class GridConfig(Schema):
         cluster: "slurm" submits the runs as jobs, which [cluster] describes; "none" trains them on this machine.
         baseline: the variant that the others are compared with. Default: AdamW, or the first variant.
         confirm_seeds: seeds of a second stage, three or more for an interval. In it every variant trains at its best
-            learning rate of the first stage and at the baseline's. The results use only these seeds.
+            learning rate of the first stage and at the baseline's. The results use only these seeds; with one learning
+            rate, all seeds.
     """
 
     variants: tuple[str, ...] = (BASELINE, "default")

@@ -192,7 +192,7 @@ def comparison_figures(comparison: Comparison) -> list[Chart]:
             draw = functools.partial(draw_losses, title="", comparison=comparison, cells=best, labels=labels)
             charts.append(Chart(chart(draw), f"Loss, each variant at its own best learning rate, {ending}"))
     draw = functools.partial(draw_sweep, title="", comparison=comparison, labels=labels)
-    averaged = "the first stage's seeds" if comparison.confirm_seeds else "the seeds"
+    averaged = "the first stage's seeds" if comparison.choosing_seeds else "the seeds"
     caption = f"Loss after the last step: points are seeds, the line is the mean of {averaged}."
     return [*charts, Chart(chart(draw), caption)]
 
@@ -251,7 +251,7 @@ def draw_sweep(
         own = [run for run in comparison.runs if run.variant == variant]
         finite = [run for run in own if run.loss is not None]
         # Seeds of the second stage did not run at all learning rates: a mean over them would bend the line.
-        first = [run for run in own if run.seed not in comparison.confirm_seeds]
+        first = [run for run in own if run.seed in (comparison.choosing_seeds or comparison.seeds)]
         finals = {lr: [np.nan if run.loss is None else run.loss for run in first if run.lr == lr] for lr in lrs}
         means = {
             factor * lr: float(np.mean(loss)) for lr, loss in finals.items() if np.isfinite(np.mean(loss or np.nan))
