@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 import pytest
 
@@ -62,7 +63,7 @@ def test_bad_grids_are_named(changes, message):
         ({"variant": {"mine": 3}}, r"\[variant.mine\] must be a table, got 3"),
         (
             {"variant": {"mine": {"train": {"steps": 3}}}},
-            "variant mine: train must be a table with keys among optimizer, .*'steps'",
+            "variant mine: train must be a table with keys among lr_factors, .*'steps'",
         ),
         (
             {"variant": {"mine": {"model": 3}}},
@@ -75,6 +76,23 @@ def test_bad_grids_are_named(changes, message):
 def test_bad_comparisons_are_named(table, message):
     with pytest.raises(ValueError, match=message):
         from_table(CompareConfig, {"data": "data", **table})
+
+
+@pytest.mark.parametrize(("table", "schema"), [("train", TrainConfig), ("model", ModelConfig)])
+def test_every_key_that_a_variant_is_offered_is_in_the_help_and_accepted(table, schema):
+    def own(key, value):
+        grid = {"variants": ["AdamW", "mine"]}
+        variant = {"mine": {"home": "none", table: {key: value}}}
+        return from_table(CompareConfig, {"data": "data", "compare": grid, "variant": variant})
+
+    with pytest.raises(ValueError, match="keys among") as refused:
+        own("no_such", 1)
+    keys = re.search(r"keys among (.*), got", str(refused.value)).group(1)
+    assert keys in " ".join(CompareConfig.__doc__.split())
+    for key in keys.split(", "):
+        default = getattr(schema(), key)
+        value = {"warmup_steps": 3, "weights": "folder"}.get(key, default)
+        assert getattr(getattr(own(key, value).example("mine"), table), key) == value
 
 
 OWN = {
