@@ -33,7 +33,9 @@ def test_the_first_runs_are_a_comparison_of_the_first_seed_and_a_second_stage_ha
     ("changes", "message"),
     [
         ({"variants": ("AdamW", "default", "default")}, "variants must hold.*each once"),
-        ({"variants": ("AdamW",)}, "variants must be the baseline 'AdamW' and at least one other"),
+        ({"variants": ("AdamW",)}, "variants must be the baseline 'AdamW' and at least one other, got AdamW$"),
+        ({"variants": ()}, "variants must be the baseline 'AdamW' and at least one other, got none"),
+        ({"baseline": "b"}, "variants must be the baseline 'b' .*, got AdamW, default; choose another --baseline"),
         ({"lrs": (1e-3, -1.0)}, r"lrs must be a positive finite number, got -1\.0"),
         ({"lrs": (0.1, 0.1000000001)}, "lrs must hold.*each once"),  # one name of a folder
         ({"seeds": (0, 1), "confirm_seeds": (2, 1)}, r"confirm_seeds must .* none of the seeds 0 1, got 2 1"),
@@ -42,6 +44,20 @@ def test_the_first_runs_are_a_comparison_of_the_first_seed_and_a_second_stage_ha
 def test_bad_grids_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         GridConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("variants", "named", "expected"),
+    [
+        (("b", "AdamW"), None, "AdamW"),
+        (("b", "adamw"), None, "adamw"),
+        (("b", "c"), None, "b"),
+        (("b", "AdamW"), "b", "b"),
+    ],
+)
+def test_the_baseline_is_the_named_one_or_adamw_or_the_first_variant(variants, named, expected):
+    grid = GridConfig(variants, baseline=named)
+    assert (grid.base, from_table(GridConfig, to_table(grid)).baseline) == (expected, named)
 
 
 @pytest.mark.parametrize(

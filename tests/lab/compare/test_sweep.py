@@ -89,6 +89,8 @@ def test_a_resumed_comparison_runs_what_is_new_and_measured_times_stay(run, tmp_
     assert set(started(out).values()) == {"x"}
     seconds = {(r.variant, r.lr, r.seed): r.seconds for r in Comparison.load(out).runs}
     assert (seconds["plain", 0.1, 0], seconds["good", 0.1, 0], seconds["plain", 0.2, 0]) == (3.25, 7.5, None)
+    run("--variants", "good", "plain", resume=True)
+    assert Comparison.load(out).baseline == "good"  # nobody named the first one
     assert "command must be '" in run("--resume", status=2, command="true {variant} {lr} {seed} {out}")
 
 

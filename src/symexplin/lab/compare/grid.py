@@ -75,7 +75,7 @@ class GridConfig(Schema):
         jobs: runs at a time. On one machine each has its share of the cores, and of the GPUs. Default: 1 here, no limit
             on a cluster.
         cluster: "slurm" submits the runs as jobs, which [cluster] describes; "none" trains them on this machine.
-        baseline: the variant that the others are compared with. Default: AdamW, or the first variant.
+        baseline: the variant that the others are compared with. Default: AdamW (or adamw), or the first variant.
         confirm_seeds: seeds of a second stage, three or more for an interval. In it every variant trains at its best
             learning rate of the first stage and at the baseline's. The results use only these seeds; with one learning
             rate, all seeds.
@@ -85,18 +85,17 @@ class GridConfig(Schema):
     lrs: tuple[Positive, ...] = (1.5e-3, 3e-3, 6e-3)
     seeds: tuple[Whole, ...] = (0,)
     jobs: Count | None = None
-    baseline: str = ""
+    baseline: str | None = None
     confirm_seeds: tuple[Whole, ...] = ()
     cluster: Literal["none", "slurm"] = "none"
 
     def __post_init__(self) -> None:
         """Check every field but the names of the variants, which the comparison checks."""
         super().__post_init__()
-        if not self.baseline and self.variants:
-            object.__setattr__(self, "baseline", BASELINE if BASELINE in self.variants else self.variants[0])
-        if self.baseline not in self.variants or len(self.variants) < 2:
-            wanted = f"the baseline {self.baseline!r} and at least one other"
-            raise ValueError(f"variants must be {wanted}, got {', '.join(self.variants) or 'none'}")
+        if self.base not in self.variants or len(self.variants) < 2:
+            wanted = f"the baseline {self.base!r} and at least one other"
+            other = "" if self.base in self.variants else "; choose another --baseline"
+            raise ValueError(f"variants must be {wanted}, got {', '.join(self.variants) or 'none'}{other}")
         for name, values in (
             ("variants", self.variants),
             ("lrs", [f"{lr:g}" for lr in self.lrs]),  # these digits name a run's folder
@@ -109,6 +108,12 @@ class GridConfig(Schema):
         if len(set(both)) < len(both):
             seeds, given = (" ".join(map(str, own)) for own in (self.seeds, self.confirm_seeds))
             raise ValueError(f"confirm_seeds must hold each seed once, and none of the seeds {seeds}, got {given}")
+
+    @property
+    def base(self) -> str:
+        """The baseline: by default AdamW, in any case of its letters, or the first variant."""
+        plain = (name for name in self.variants if name.lower() == BASELINE.lower())
+        return self.baseline or next(plain, (*self.variants, BASELINE)[0])
 
     @property
     def on_cluster(self) -> bool:

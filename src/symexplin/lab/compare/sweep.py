@@ -167,7 +167,7 @@ class Sweep:
             return []
         confirmed = self.grid.confirm_seeds if self._confirming else ()
         runs = tuple(self._runs[cell] for cell in self._cells)
-        comparison = Comparison(runs, self.grid.baseline, confirmed, self.folder)
+        comparison = Comparison(runs, self.grid.base, confirmed, self.folder)
         try:
             lrs = comparison.chosen_lrs()
         except ValueError as error:
