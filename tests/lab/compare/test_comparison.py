@@ -204,6 +204,32 @@ def test_a_file_has_all_that_the_comparison_has(tmp_path):
         Comparison.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("scale", "last", "words"),
+    [
+        (1e-6, 1.9, "SEL ends at 0.000001900, 0.000000100 below AdamW's 0.000002000"),
+        (1e-6, 1.9999, "SEL ends at 0.000002000, within 1e-09 of AdamW's 0.000002000"),
+        (1.0, 1.99996, "SEL ends at 2.0000, within 0.0001 of AdamW's 2.0000"),
+        (-1e-9, 2.1, "SEL ends at -0.000000002100, 0.000000000100 below AdamW's -0.000000002000"),
+        (0.0, 1.0, "SEL ends at 0.0000, equal to AdamW's 0.0000"),
+    ],
+)
+def test_losses_have_four_decimals_or_those_that_show_four_digits_of_the_baselines(scale, last, words):
+    comparison = compare([run("AdamW", 0.1, 2.0 * scale), run("SEL", 0.1, last * scale)], "AdamW")
+    assert comparison.verdict[0] == f"At learning rate 0.1, {words}."
+    assert comparison.table().splitlines()[-1].split()[2] == words.split()[3].rstrip(",")
+
+
+def test_a_difference_that_rounds_to_zero_has_no_minus():
+    table = {("AdamW", 0.1): [2.0, 2.0, 2.0], ("SEL", 0.1): [1.99996, 1.99997, 1.99996]}
+    comparison = compare(runs_of(table), "AdamW")
+    assert "-0.0000" not in comparison.table() + comparison.shown(-0.0)
+    assert "-0.0000" not in str(comparison.best[1].interval)
+    assert comparison.verdict[0].endswith(
+        "(better; 99% interval -0.0001 to +0.0000), and reaches that loss in 100% of the steps."
+    )
+
+
 BASELINE = [(0, 5.0), (50, 3.0), (100, 2.0)]
 
 

@@ -4,7 +4,7 @@ import symexplin as sel
 from pages import Page
 from symexplin.lab.compare.comparison import Comparison
 from symexplin.lab.report.pages import report_comparison
-from table_folders import comparison
+from table_folders import comparison, panel_folder
 
 EVIL = "</pre><script>alert('x')</script>"
 
@@ -51,6 +51,16 @@ def test_seeds_have_a_spread_and_differences(tmp_path):
     assert ["SEL", "0.01", "2.5000 ± 0.1000", deltas, "not reached", "2,000", "12.0"] in page.rows
     assert "as the command reports it" in page.text  # no unit
     assert "not evidence" not in page.text
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_small_losses_keep_four_digits(tmp_path):
+    losses = {"AdamW": 2e-6, "SEL": 1.5e-6}
+    panel_folder(tmp_path, list(losses), lambda variant, _, seed: losses[variant] + 1e-8 * seed, lrs=(0.01,))
+    page = Page(report_comparison(tmp_path))
+    deltas = ", ".join(["-0.000000500"] * 3)
+    assert ["SEL", "0.01", "0.000001510 ± 0.000000010", f"-0.000000500{deltas}", *page.rows[2][4:]] == page.rows[2]
+    assert page.rows[4][:4] == ["AdamW", "0.01", "0", "0.000002000"]
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -67,7 +67,7 @@ def _gap(row: Row) -> str:
     if row.delta is None or row.interval is None:
         return "not finite"
     width = row.interval.detectable
-    return f"{row.delta:+.4f}".replace("-", "−") + ("" if math.isinf(width) else f" ± {width:.4f}")
+    return f"{row.delta:+z.4f}".replace("-", "−") + ("" if math.isinf(width) else f" ± {width:.4f}")
 
 
 def loss_curves(sources: Sequence[Path]) -> Figure:

@@ -1,6 +1,7 @@
 """A comparison's runs, and who is better: at one shared learning rate, and each variant at its own best one."""
 
 import dataclasses
+import math
 import statistics
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +16,7 @@ from symexplin.lab.compare.interval import BETTER, ENOUGH_SEEDS, Interval
 from symexplin.lab.files import format_columns, read_json, read_json_lines, write_json
 from symexplin.lab.folders import METRICS
 
-__all__ = ["ONE_LR", "Comparison", "Row", "Run", "share_of_steps", "steps_to"]
+__all__ = ["ONE_LR", "Comparison", "Row", "Run", "decimals", "share_of_steps", "steps_to"]
 
 # Evaluations of a run as (step, loss), in order.
 Curve = Sequence[tuple[int, float]]
@@ -188,6 +189,10 @@ class Comparison:
         """Return the name of a variant in words."""
         return self.labels.get(variant, variant)
 
+    def shown(self, loss: float, sign: str = "") -> str:
+        """Return a loss, or with the `sign` "+" a difference, with the :func:`decimals` of the baseline's loss."""
+        return f"{loss:{sign}z.{decimals(self.shared[0].loss)}f}"
+
     def map_of(self, variant: str) -> SELConfig | None:
         """Return the map of a variant, or None for ordinary weights."""
         table = self.maps.get(variant)
@@ -357,13 +362,14 @@ class Comparison:
                 return f"{self.label(one.variant)} did not stay finite{lost}"
         assert row.delta is not None  # both are whole
         side = "below" if row.delta < 0 else "above"
-        gap = f"{abs(row.delta):.4f}"
-        place = "equal to" if not row.delta else f"{gap} {side}" if float(gap) else "within 0.0001 of"
+        gap, least = self.shown(abs(row.delta)), 10.0 ** -decimals(baseline.loss)
+        place = "equal to" if not row.delta else f"{gap} {side}" if float(gap) else f"within {least:g} of"
         name, base = self.label(row.variant), self.label(self.baseline)
-        ending = f"{name} ends at {_loss(row)}, {place} {base}'s {_loss(baseline)}"
+        ending = f"{name} ends at {self._loss(row)}, {place} {base}'s {self._loss(baseline)}"
         if count >= ENOUGH_SEEDS and row.interval is not None:
             interval = row.interval
-            ending += f" ({interval.words}; 99% interval {interval.low:+.4f} to {interval.high:+.4f})"
+            low, high = (self.shown(end, "+") for end in (interval.low, interval.high))
+            ending += f" ({interval.words}; 99% interval {low} to {high})"
             if interval.verdict == BETTER and row.speedup is not None:
                 ending += f", and reaches that loss in {100 / row.speedup:.0f}% of the steps"
         return ending
@@ -376,11 +382,26 @@ class Comparison:
             cells = [("variant", "lr", f"loss{spread}", "difference", "speedup")]
             for row in rows:
                 lr = "-" if row.lr is None else f"{row.lr:g}"
-                delta = "-" if row.delta is None or row is rows[0] else f"{row.delta:+.4f}"
+                delta = "-" if row.delta is None or row is rows[0] else self.shown(row.delta, "+")
                 speed = "-" if row is rows[0] else _speedup(row)
-                cells.append((self.label(row.variant), lr, _loss(row), delta, speed))
+                cells.append((self.label(row.variant), lr, self._loss(row), delta, speed))
             lines += [title.lower(), textwrap.indent(format_columns(cells), "  ")]
         return "\n".join(lines)
+
+    def _loss(self, row: Row) -> str:
+        if row.loss is None:
+            alone = row.lr is None or len(row.seeds) == 1
+            return "not finite" if alone else f"finite in {row.finite} of {len(row.seeds)}"
+        return self.shown(row.loss) + ("" if row.spread is None else f" ± {self.shown(row.spread)}")
+
+
+def decimals(loss: float | None) -> int:
+    """Return the decimals of a loss: four, or as many as show four of its digits.
+
+    >>> decimals(2.31), decimals(1.234e-6)
+    (4, 9)
+    """
+    return max(4, 3 - math.floor(math.log10(abs(loss)))) if loss else 4
 
 
 def share_of_steps(baseline: Curve, variant: Curve) -> float | None:
@@ -417,13 +438,6 @@ def _mean(values: Sequence[float | None]) -> float | None:
     """Return the mean, or None if a value is missing or there is none."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known and len(known) == len(values) else None
-
-
-def _loss(row: Row) -> str:
-    if row.loss is None:
-        alone = row.lr is None or len(row.seeds) == 1
-        return "not finite" if alone else f"finite in {row.finite} of {len(row.seeds)}"
-    return f"{row.loss:.4f}" + ("" if row.spread is None else f" ± {row.spread:.4f}")
 
 
 def _speedup(row: Row) -> str:

@@ -76,5 +76,5 @@ class Interval:
 
     def __str__(self) -> str:
         if math.isinf(self.detectable):
-            return f"{self.mean:+.4f}"
-        return f"{self.mean:+.4f} (99%: {self.low:+.4f} to {self.high:+.4f})"
+            return f"{self.mean:+z.4f}"
+        return f"{self.mean:+z.4f} (99%: {self.low:+z.4f} to {self.high:+z.4f})"

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from symexplin.lab.compare.comparison import Comparison, Run
+from symexplin.lab.compare.comparison import Comparison, Run, decimals
 from symexplin.lab.compare.grid import CONFIG, DEMO, RUNS, Cell
 from symexplin.lab.compare.kinds import Command, Laboratory
 from symexplin.lab.compare.launch import Task, check_executor, execute, has_ended, process_file
@@ -159,7 +159,7 @@ class Sweep:
                 self._echo(f"failed: {self.failures[-1]}")
             return
         took = "" if run.seconds is None else f", {run.seconds:.0f} s"
-        self._echo(f"{label}: {run.error or f'loss {run.loss:.4f}{took}'}{note}")
+        self._echo(f"{label}: {run.error or f'loss {run.loss:.{decimals(run.loss)}f}{took}'}{note}")
 
     def _next(self) -> list[Task]:
         """Begin the second stage, or write the result, unless a run has failed."""
