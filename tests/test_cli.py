@@ -95,6 +95,8 @@ WRONG = [
     ("train --set width", "--set", "KEY=VALUE", "'width'"),
     ("train --set modle.width=3", "'modle'; did you mean 'model'?"),
     ("train --set train.width=3", "key 'width' belongs in [model]"),
+    ("train --set model.vocab_size=10", "unknown key 'vocab_size' in [model]; known: width, "),
+    ("train --lr-factors *bias=0.1", "--lr-factors", """such as '"*bias"=0.1', got '*bias=0.1'"""),
     ("train --set foo=3", "unknown key 'foo'; known: data, model"),
     ("compare good.toml --lr 1", "--lr", "Did you mean --lrs?"),
     ("compare --lrs", "--lrs requires at least 1 element"),
@@ -179,6 +181,11 @@ def test_what_the_machine_cannot_do_is_one_line_with_a_remedy(monkeypatch, capsy
     assert "raise --accumulation" in refused(capsys, "demo")
     failing(monkeypatch, OSError(28, "No space left on device", "x/runs/a"))
     assert "'x/runs/a': No space left on device; choose another --out" in refused(capsys, "demo", "--out=x/")
+    failing(monkeypatch, OSError(20, "Not a directory", "afile/x"))
+    line = refused(capsys, "demo", "--data", "a", "--out", "afile/x")
+    assert line.endswith(": 'afile/x': Not a directory; choose another --out, with free space and permission to write")
+    failing(monkeypatch, OSError("cannot write 'x/a': no space"))
+    assert "no space; choose another --out, with" in refused(capsys, "demo", "--out", "x")
     failing(monkeypatch, TorchDynamoException("g++ died\nwith many lines"))
     assert "leave out --compile" in refused(capsys, "demo")
 

@@ -143,12 +143,18 @@ def _explain(error: Exception, given: Sequence[str]) -> str | None:
     elif isinstance(error, OSError) and (error.strerror or text.startswith("cannot write")):
         if error.strerror:
             text = f"{error.filename!r}: {error.strerror}" if error.filename else error.strerror
+        file = error.filename or "".join(re.findall(r"^cannot write '(.+?)'", text))
         places = itertools.pairwise(part for word in given for part in word.split("=", 1))
-        flags = (flag for flag, place in places if flag.startswith("--") and place and str(Path(place)) in text)
-        text += "".join(f"; choose another {flag}, with free space and permission to write" for flag in flags)
+        flags = {_parts(place): flag for flag, place in places if flag.startswith("--") and place}
+        if above := [parts for parts in flags if parts == _parts(file)[: len(parts)]]:
+            text += f"; choose another {flags[max(above, key=len)]}, with free space and permission to write"
     elif not isinstance(error, ValueError | OSError | ModuleNotFoundError) and kind.__name__ != "NonFiniteError":
         return None
     return f"error: {text}"
+
+
+def _parts(place: str) -> tuple[str, ...]:
+    return Path(place).absolute().parts
 
 
 def _log(line: str) -> None:

@@ -69,7 +69,9 @@ def _pairs(_: Any, tokens: Sequence[Token] | Mapping[str, Any]) -> Table:
                 pairs = merge(pairs, tomllib.loads(line))
                 break
         else:
-            raise CoercionError(f"must be KEY=VALUE, such as e.k=[50,8], got {token.value!r}", token=token)
+            bare = re.fullmatch(r"[\w.-]*", name, re.ASCII)  # as TOML has it; other keys are in quotes
+            example = "" if bare else f""", such as '"{name}"={value or 0.5}'"""
+            raise CoercionError(f"must be KEY=VALUE as in TOML{example}, got {token.value!r}", token=token)
     return pairs
 
 
@@ -198,7 +200,7 @@ def _build(schema: type[S], table: Mapping[str, Any], where: str, places: Mappin
 def _unknown(name: str, where: str, here: list[str], places: Mapping[str, str]) -> str:
     if name in places:
         return f"key {name!r} belongs " + (f"in [{places[name]}]" if places[name] else "at the top, before all tables")
-    near = did_you_mean(name, [*here, *places], cutoff=0.6 if len(name) > _SHORT else 0.8)
+    near = did_you_mean(name, here if where else [*here, *places], cutoff=0.6 if len(name) > _SHORT else 0.8)
     hint = near or f"; known: {', '.join(here)}"
     return f"unknown key {name!r}{f' in [{where}]' if where else ''}{hint}"
 

@@ -100,7 +100,10 @@ def test_a_mistake_is_found_before_the_first_run_or_by_it(finished, data, tmp_pa
     assert not list(tmp_path.iterdir())
     own = {"on": {"home": "none", "train": {"weights": str(finished[0] / "runs" / NAMES[0])}}}
     wider, grid = ModelConfig(32, 1, 2, context=16), GridConfig(("on", "AdamW"), baseline="AdamW")
-    with pytest.raises(ChildProcessError, match=r"^1/6 on lr 0\.0015 seed 0: weights must be of a model with width 32"):
+    with pytest.raises(
+        ChildProcessError,
+        match=r"^1/6 on lr 0\.0015 seed 0: weights must be of a model with width 32[^;]*; correct that and --resume$",
+    ):
         compared(dataclasses.replace(tiny(data), model=wider, variant=own, compare=grid), tmp_path / "out")
     folder = shutil.copytree(finished[0], tmp_path / "copy")
     with pytest.raises(ValueError, match=r"another configuration.* train\.steps was 6, is 7 now"):
@@ -249,8 +252,8 @@ def test_a_command_gets_all_digits_of_a_learning_rate_and_other_braces_are_writt
         ("true x {variant} {lr} {out}", {"confirm_seeds": (1,)}, r"must have the placeholder \{seed\}"),
         ("A=1 true {variant} {lr} {out}", {}, "must begin with a program that exists, got 'A=1'; no shell runs"),
         *(
-            (f"true {PLACES}", {"variants": ("a", name)}, "variants must be valid folder names")
-            for name in ("../../b", "", "a\nb")
+            (f"true {PLACES}", {"variants": ("a", name)}, "must be valid folder names, without '/' and backslashes")
+            for name in ("../../b", "", "a\nb", "a\\b")
         ),
     ],
 )

@@ -23,6 +23,9 @@ starts.write_text((starts.read_text() if starts.exists() else "") + "x")
 if variant.startswith("bad"):
     print("one"), print("two")
     sys.exit("no such thing" if variant == "bad" else 0)
+if variant == "odd":
+    (out / "result.json").write_text("{}")
+    sys.exit()
 loss = {("plain", 0.1): 2.0, ("plain", 0.2): 2.1, ("good", 0.1): 1.9, ("good", 0.2): 1.8}[variant, lr]
 result = {"loss": loss + seed / 10 + (variant == "good" and seed) / 1000, "curve": [[0, 5.0], [50, 3.0], [100, 9.9]]}
 result |= {"seconds": 7.5} if variant == "good" else {}
@@ -100,9 +103,11 @@ def test_the_first_run_without_a_result_stops_the_comparison_and_a_later_one_is_
     assert f"1/6 {variant} lr 0.1 seed 0: {reason}" in error
     assert str(tmp_path / "out" / "runs" / f"{variant}-lr0.1-seed0" / "result.json") in error
     assert '{"loss": 2.31, "curve": [[100, 3.02], [200, 2.31]]}' in error
+    assert error.endswith("; correct that and --resume\n")  # the baseline cannot be left out
     assert list(started(tmp_path / "out")) == [f"{variant}-lr0.1-seed0"]
     error = run("--variants", "good", variant, "plain", "--baseline", "plain", status=2, resume=True)
-    assert f"error: 2/6 {variant} lr 0.1 seed 0: {reason}; 1 more failed, see above" in error
+    assert f"error: 2/6 {variant} lr 0.1 seed 0: {reason}; 1 more failed, see above; correct that" in error
+    assert error.endswith(" and --resume, or leave the variant out with --resume --variants good plain\n")
     assert len(started(tmp_path / "out")) == 6
     run("--variants", "good", "plain", resume=True)
     counts = {name: count for name, count in started(tmp_path / "out").items() if not name.startswith("bad")}
@@ -146,6 +151,11 @@ def test_a_run_may_say_little_or_that_it_diverged(tmp_path, text, loss, error, c
     (tmp_path / "result.json").write_text(text)
     run = read_run(tmp_path, Cell("good", 0.1, 0))
     assert (run.loss, run.error, run.curve, run.seconds) == (loss, error, curve, 3.0 if "seconds" in text else None)
+
+
+def test_a_first_result_that_cannot_be_read_has_one_remedy(run):
+    error = run(status=2, variants="odd plain")
+    assert error.endswith('it has no "loss": correct it, or delete it to run again; then --resume\n')
 
 
 def test_a_damaged_result_and_a_baseline_that_is_finite_nowhere_are_named_and_may_be_mended(run, tmp_path):

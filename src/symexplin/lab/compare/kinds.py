@@ -239,7 +239,7 @@ class CommandConfig(Schema):
             )
         for name in grid.variants:
             if not name.isprintable() or not name.strip() or set(name) & set("/\\"):
-                raise ValueError(f"variants must be valid folder names, without '/', got {name!r}")
+                raise ValueError(f"variants must be valid folder names, without '/' and backslashes, got {name!r}")
 
     def words(self, cell: Cell, out: Path) -> list[str]:
         """Return the words of the command of one run, with the absolute path of its folder."""

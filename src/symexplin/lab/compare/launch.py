@@ -221,10 +221,10 @@ class _Process:
         """Return why the process with a status has not ended well."""
         if status < 0:
             name = signal.Signals(-status).name
-            return f"{name} killed its process, perhaps for lack of memory: --resume continues, try fewer --jobs"
+            return f"{name} killed its process, perhaps for lack of memory (try fewer --jobs)"
         wrote = f" after it wrote {RESULT}" if self.task.result.exists() else ""
         ended = f"its command failed with status {status}{wrote}" if status else f"ended without {RESULT}"
-        return f"{ended}: {_last_lines(self._log_path)}"
+        return f"{'' if self.task.once else f'{ended}: '}{_last_lines(self._log_path)}"
 
 
 def _last_lines(log: Path) -> str:
@@ -300,7 +300,7 @@ def _run_as_jobs(queue: deque[Task], out: Path, jobs: int | None, echo: Echo) ->
                         continue
                     log = next(place.glob(f"{job}_*_log.err"), None)
                     said = _last_lines(log) if log else f"it left no log in {place}"
-                    reason = f"job {job} ended without its result: {said}; --resume submits it again"
+                    reason = f"job {job} ended without its result: {said}"
                 del waiting[job]
                 try:
                     yield task, reason

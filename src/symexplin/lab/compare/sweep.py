@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import shlex
 import shutil
 import time
 from collections import deque
@@ -51,8 +52,8 @@ def compare(kind: Kind, out: str | Path, *, resume: bool = False, echo: Echo = l
 
     Raises:
         ValueError: a folder, data or variant that cannot be used, a comparison of other settings.
-        ChildProcessError: a run has failed. The first one that ends without its result.json, before any other has ended
-            well, stops all; later ones are named at the end. Or the baseline stayed finite at no learning rate.
+        ChildProcessError: a run has failed: the first one, before any other has ended well, stops all; later ones are
+            named at the end. Or the baseline stayed finite at no learning rate.
         Stopped: SIGTERM, SIGINT or SIGHUP came. Runs of the laboratory were saved; jobs of a cluster continue.
     """
     with opened(kind, out, resume, echo) as sweep:
@@ -97,7 +98,7 @@ def run_sweeps(sweeps: "Sequence[Sweep]", out: Path, echo: Echo) -> None:
     failures = [failure for sweep in sweeps for failure in sweep.failures]
     if failures:
         others = f"; {len(failures) - 1} more failed, see above" if len(failures) > 1 else ""
-        raise ChildProcessError(failures[0] + others)
+        raise ChildProcessError(failures[0] + others + next(sweep.remedy for sweep in sweeps if sweep.failures))
 
 
 class Sweep:
@@ -108,6 +109,7 @@ class Sweep:
         self.failures: list[str] = []
         self.comparison: Comparison | None = None
         self._echo, self._name = echo, name
+        self._lost: set[str] = set()  # variants of which a process or job has failed
         self._cells: list[Cell] = []  # of both stages, in order
         self._runs: dict[Cell, Run] = {}
         self._left: dict[Path, tuple[Cell, str]] = {}  # with their labels
@@ -141,14 +143,23 @@ class Sweep:
             self._read(cell, label, note)
         else:
             self.failures.append(f"{label}: {reason}")
+            self._lost.add(cell.variant)
         if self.failures and not self._runs:
-            raise ChildProcessError(
-                f"{self.failures[-1]}; a run must write {str(task.result)!r}, such as {_EXAMPLE}; all are stopped, "
-                "--resume starts them again"
-            )
+            lacks = not task.once and not task.result.exists()
+            duty = f"; a run must write {str(task.result)!r}, such as {_EXAMPLE}" if lacks else ""
+            raise ChildProcessError(self.failures[-1] + duty + self.remedy)
         if reason is not None:
             self._echo(f"failed: {self.failures[-1]}")
         return [] if self._left else self._next()
+
+    @property
+    def remedy(self) -> str:
+        """The end of an error: what to do after a process or job has failed."""
+        if not self._lost:
+            return ""
+        rest = [variant for variant in self.grid.variants if variant not in self._lost]
+        leave_out = f", or leave the variant out with --resume --variants {shlex.join(rest)}"
+        return f"; correct that and --resume{leave_out if len(rest) > 1 and self.grid.base in rest else ''}"
 
     def _read(self, cell: Cell, label: str, note: str) -> None:
         try:
