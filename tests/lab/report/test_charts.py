@@ -16,6 +16,11 @@ def drawn(series, about):
     return chart(lambda axes: panel(axes, "", "optimizer steps", "loss (nats)", series, about=about))
 
 
+def texts(svg):
+    nodes = [node for node in ElementTree.fromstring(svg).iter() if node.tag.endswith("}text")]
+    return ["".join(node.itertext()).strip() for node in nodes]
+
+
 def test_a_chart_says_its_axes_and_lines_as_text_and_repeats():
     series = [
         Line("", [0, 1], [3, 2]),
@@ -23,12 +28,20 @@ def test_a_chart_says_its_axes_and_lines_as_text_and_repeats():
         Line("two", [0, 1], [2, 1], 1, band=([1, 0], [3, 2])),
     ]
     svg = drawn(series, "mean of 3 seeds")
-    texts = [node for node in ElementTree.fromstring(svg).iter() if node.tag.endswith("}text")]
-    words = {"".join(node.itertext()).strip() for node in texts}
+    words = set(texts(svg))
     assert {"optimizer steps", "loss (nats)", "one <b>", "two", "mean of 3 seeds"} <= words
     assert not {"", "_"} & words
     assert "<b>" not in svg
     assert svg == drawn(series, "mean of 3 seeds")
+
+
+def test_dollar_signs_are_text():
+    names = ["a$b_{$", "$" * 60, "c$"]
+    svg = chart(lambda axes: panel(axes, *names, [Line(name, [0, 1], [3, 2]) for name in names]))
+    words = texts(svg)
+    assert all(words.count(name) == 2 for name in ("a$b_{$", "c$"))
+    assert "".join(words).count("$") == 2 * sum(name.count("$") for name in names)
+    sheet(1, 1, title=names[0])[0].draw_without_rendering()
 
 
 def test_lines_differ_by_more_than_their_color():

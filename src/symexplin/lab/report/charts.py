@@ -110,7 +110,7 @@ def sheet(
     rows = -(-count // columns)
     figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
     if title:
-        figure.suptitle(title, x=0.01, ha="left")
+        figure.suptitle(_literal(title), x=0.01, ha="left")
     return figure, [figure.add_subplot(rows, columns, place) for place in range(1, count + 1)]
 
 
@@ -127,14 +127,19 @@ def panel(
     """Draw lines into axes with a title and labels, and below them a legend under the words `about`."""
     for line in lines:
         _draw(axes, line)
-    axes.set(title=title, xlabel=x_label, ylabel=y_label)
+    axes.set(title=_literal(title), xlabel=_literal(x_label), ylabel=_literal(y_label))
     handles, labels = axes.get_legend_handles_labels()
     if legend and labels:
         columns = 1 if max(map(len, labels)) > _LONG_LABEL else 2
-        wrapped = [textwrap.fill(label, _LINE) for label in labels]
+        wrapped = [_literal(textwrap.fill(label, _LINE)) for label in labels]
         below = axes.transAxes + ScaledTranslation(0.0, -_BELOW, axes.figure.dpi_scale_trans)
         place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.0, 0.0), "bbox_transform": below}
         axes.legend(handles, wrapped, ncols=columns, title=about, alignment="left", **place)
+
+
+def _literal(text: str) -> str:
+    """Return text as matplotlib takes it: what stands between two dollar signs would be a formula."""
+    return text.replace("$", r"\$")
 
 
 def _draw(axes: Axes, line: Line) -> None:
