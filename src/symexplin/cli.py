@@ -285,8 +285,8 @@ def _compare(
     [variant.NAME.train] and [variant.NAME.model].
 
     With --command the runs are those of your own program, which gets a variant, a learning rate, a seed and a folder,
-    and writes the loss into {out}/result.json: {"loss": 2.31}, and optionally "curve": [[step, loss], ...]. A run counts
-    once it has ended with status 0.
+    and writes the loss into {out}/result.json: {"loss": 2.31}, and optionally "curve": [[step, loss], ...]. A run
+    counts once it has ended with status 0.
 
     With --resume the same command continues a comparison that was stopped, or adds variants, learning rates and seeds.
 
