@@ -120,8 +120,8 @@ def twelve_layers(rows: Rows) -> Iterator[str]:
     yield f"with one layer {start.whole}; with twelve"
     yield f"one layer (seed 0; LayerNorm 0 to 3) | {one('paper', 'matched')[0]} | {start.listed} |"
     yield f"the same, fixed scales | | {single('frozen', 'frozen_matched').listed} |"
-    yield f"one learned number per matrix {single('number').size}, small and slow"
-    yield f"queries and keys {single('qk_both').size} (the paper's method: {single('matched')[0][1:]}; one layer"
+    yield f"one learned number per matrix gains {single('number').size}, small and slow"
+    yield f"queries and keys {single('qk_both').size} (one seed), the paper's method {single('matched').size}. With"
     start = layer("paper", "matched").all
     yield f"our three seeds could detect nothing below {start.interval.detectable:.3f}."
     harm = init("paper@7e-4", "matched@7e-4")[0]
