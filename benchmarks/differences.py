@@ -61,11 +61,6 @@ def by_key(compared: Iterable[Compared]) -> dict[Key, Comparison]:
     return {experiment.key: comparison for experiment, comparison in compared}
 
 
-def chose(comparison: Comparison) -> set[int]:
-    """Return the seeds that chose the learning rates, none where there was only one."""
-    return set() if len(comparison.lrs) == 1 else {*comparison.seeds} - {*comparison.confirm_seeds}
-
-
 @dataclass(frozen=True)
 class Difference:
     """One variant's loss minus another's by seed; the seeds that `chose` a learning rate count only if all did."""
@@ -128,12 +123,11 @@ def losses(comparison: Comparison, place: str) -> dict[int, float]:
     return {seed: run.loss for seed, run in runs.items() if run.loss is not None}
 
 
-def difference(comparison: Comparison, place: str, other: str = "", against: Comparison | None = None) -> Difference:
+def difference(comparison: Comparison, against: Comparison, place: str, other: str = "") -> Difference:
     """Return the losses at one :func:`losses` place minus those at another one, or at the baseline's best rate.
 
-    The second place is in `against`, other runs of the same setting, if given.
+    The second place is in `against`, the same comparison or other runs of the same setting.
     """
-    against = against or comparison
     above, below = losses(comparison, place), losses(against, other or against.baseline)
     both = {seed: above[seed] - below[seed] for seed in above if seed in below}
-    return Difference(both, chose(comparison) | chose(against))
+    return Difference(both, {*comparison.choosing_seeds, *against.choosing_seeds})

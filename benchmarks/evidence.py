@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import matplotlib as mpl
-from differences import Compared, Difference, Key, by_key, chose, difference, experiments
+from differences import Compared, Difference, Key, by_key, difference, experiments
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import blended_transform_factory
@@ -53,7 +53,7 @@ def in_seeds(count: int) -> str:
 
 def chosen_by(comparison: Comparison) -> str:
     """Return which seeds chose the learning rates, "" where all did."""
-    seeds = sorted(chose(comparison))
+    seeds = sorted(comparison.choosing_seeds)
     return f", rates by {', '.join(map(str, seeds))}" if 0 < len(seeds) < len(comparison.seeds) else ""
 
 
@@ -253,7 +253,7 @@ def forest(compared: Sequence[Compared]) -> Picture:
         numbers.append(f"{setting}: AdamW {adamw.best[0].loss:.4f}")
         for method, (key, variant) in places.items():
             y += LINE
-            ours = difference(rows[key], variant, against=adamw)
+            ours = difference(rows[key], adamw, variant)
             write(0.03, y, METHODS[method], va="center", fontsize=SIZE)
             write(0.99, y, minus(f"{ours}"), ha="right", va="center", fontsize=SIZE)
             draw_difference(axes, y, ours, COLORS[STYLES[method] % len(COLORS)])

@@ -6,7 +6,7 @@
 The paper's initialization makes negative weights weaker, so that the entries of a matrix have a positive mean, which
 adds a large singular value along (1, ..., 1). A norm that subtracts the mean removes what that adds to the states. The
 columns: the largest singular value over the second largest, and the mean |cosine| between the states of two positions
-behind each norm of the residual stream. For a model of your own, call :func:`cosines`.
+after each norm of the residual stream. For a model of your own, call :func:`cosines`.
 """
 
 import argparse
@@ -25,16 +25,16 @@ CONTEXT, VOCABULARY = 256, 4096
 
 @torch.no_grad()
 def cosines(model: nn.Module, *inputs: Any) -> dict[str, float]:
-    """Return by name the mean |cosine| between the states of two positions behind each norm of the model.
+    """Return by name the mean |cosine| between the states of two positions after each norm of the model.
 
-    Norms are modules with "norm" in the name of their class. Close to 1 behind the last one, all positions look alike.
+    Norms are modules with "norm" in the name of their class. Close to 1 after the last one, all positions look alike.
 
     Args:
         model: in its initial state; it is called once.
         inputs: its arguments, such as token ids of shape (batch, positions), with two positions or more.
 
     Raises:
-        ValueError: no norm has states of shape (batch, positions, width).
+        ValueError: no norm has states of shape (batch, positions, width), or there is one position.
     """
     alike: dict[str, float] = {}
 
@@ -63,7 +63,7 @@ def cosines(model: nn.Module, *inputs: Any) -> dict[str, float]:
 
 
 def residual(model: Transformer, tokens: Tensor) -> list[float]:
-    """Return the cosines behind the first norm of each block, and behind the last norm."""
+    """Return the cosines after the first norm of each block, and after the last norm."""
     return [
         value for name, value in cosines(model, tokens).items() if name.endswith("attention_norm") or name == "norm"
     ]
@@ -79,7 +79,7 @@ def main() -> None:
     options = parser.parse_args()
     tokens = torch.randint(VOCABULARY, (1, CONTEXT), generator=torch.Generator().manual_seed(1))
     lines: dict[str, list[float]] = {}
-    print("size     norm   start    singular values  |cosine| behind the norms")
+    print("size     norm   start    singular values  |cosine| after the norms")
     for size in options.sizes:
         width, depth = map(int, size.split("x"))
         for norm in options.norms:

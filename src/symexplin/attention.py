@@ -98,7 +98,7 @@ def scale_qk_(model: nn.Module, factor: float = 0.05, *, lr: float | None = None
 
 
 def _is_qk_norm(name: str) -> bool:
-    """Return whether a norm's name is one for queries or keys, not for the input of the attention."""
+    """Return whether a module's name is that of a norm of queries or keys, not of the attention's input."""
     return "norm" in name and bool({"q", "k"} & {*name.lower()})
 
 

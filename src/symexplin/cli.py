@@ -146,7 +146,8 @@ def _explain(error: Exception, given: Sequence[str]) -> str | None:
         file = error.filename or "".join(re.findall(r"^cannot write '(.+?)'", text))
         places = itertools.pairwise(part for word in given for part in word.split("=", 1))
         flags = {_parts(place): flag for flag, place in places if flag.startswith("--") and place}
-        if above := [parts for parts in flags if parts == _parts(file)[: len(parts)]]:
+        path = _parts(file)
+        if above := [parts for parts in flags if parts == path[: len(parts)]]:
             text += f"; choose another {flags[max(above, key=len)]}, with free space and permission to write"
     elif not isinstance(error, ValueError | OSError | ModuleNotFoundError) and kind.__name__ != "NonFiniteError":
         return None

@@ -51,7 +51,7 @@ def _gaps(run: Run, other: Run) -> list[float]:
 
 def _share_of_steps(_: Comparison, run: Run, other: Run) -> float:
     share = share_of_steps(other.curve, run.curve)
-    return 1.0 if share is None else min(share, 1.0)  # later than the other is no gain, as never
+    return 1.0 if share is None else min(share, 1.0)  # arriving later counts as never arriving
 
 
 def _later_at_3(_: Comparison, run: Run, other: Run) -> float | None:

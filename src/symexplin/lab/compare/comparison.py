@@ -155,12 +155,12 @@ class Comparison:
     @property
     def counted_seeds(self) -> tuple[int, ...]:
         """The seeds that the results are about: those that did not choose between learning rates, if there are any."""
-        return self.seeds if len(self.lrs) == 1 else self.confirm_seeds or self.seeds
+        return tuple(seed for seed in self.seeds if seed not in self.choosing_seeds) or self.seeds
 
     @property
     def choosing_seeds(self) -> tuple[int, ...]:
-        """The seeds that only chose between learning rates, if there are any."""
-        return tuple(seed for seed in self.seeds if seed not in self.counted_seeds)
+        """The seeds that chose between learning rates: those of the first stage, none if there was only one rate."""
+        return () if len(self.lrs) == 1 else tuple(seed for seed in self.seeds if seed not in self.confirm_seeds)
 
     @cached_property
     def lrs(self) -> tuple[float, ...]:
@@ -335,7 +335,7 @@ class Comparison:
                 )
         if len(self.lrs) == 1:
             sentences.append(ONE_LR)
-        if self.choosing_seeds:
+        if self.counted_seeds != self.seeds:
             first, then = (
                 f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
                 for seeds in (self.choosing_seeds, self.counted_seeds)
@@ -346,8 +346,13 @@ class Comparison:
     def _at_own_lr(self, row: Row) -> str:
         if row.lr is None:
             return f"No learning rate tried kept {self.label(row.variant)} finite in every seed."
-        rate = "the best learning rate of both," if row.lr == self.shared_lr else "its best learning rate,"
-        return f"At {rate if len(self.lrs) > 1 else 'learning rate'} {row.lr:g}, {self._result(row)}."
+        if len(self.lrs) == 1:
+            rate = "learning rate"
+        elif row.lr == self.shared_lr:
+            rate = "the best learning rate of both,"
+        else:
+            rate = "its best learning rate,"
+        return f"At {rate} {row.lr:g}, {self._result(row)}."
 
     def _at_shared_lr(self, variant: str) -> str:
         row = self.shared[self.variants.index(variant)]

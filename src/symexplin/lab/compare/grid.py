@@ -113,7 +113,7 @@ class GridConfig(Schema):
     def base(self) -> str:
         """The baseline: by default AdamW, in any case of its letters, or the first variant."""
         plain = (name for name in self.variants if name.lower() == BASELINE.lower())
-        return self.baseline or next(plain, (*self.variants, BASELINE)[0])
+        return self.baseline or next(plain, self.variants[0] if self.variants else BASELINE)
 
     @property
     def on_cluster(self) -> bool:

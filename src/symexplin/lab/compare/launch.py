@@ -46,7 +46,7 @@ def process_file(run: Path, ending: str) -> Path:
 
 
 def has_ended(run: Path) -> bool:
-    """Return whether the run in a folder has its result.json, and no process or job of it that has not ended well.
+    """Return whether the run in a folder has its result.json, and its process or job, if it had one, has ended well.
 
     A program may write that file more than once, and be stopped or fail after that.
     """
@@ -222,9 +222,12 @@ class _Process:
         if status < 0:
             name = signal.Signals(-status).name
             return f"{name} killed its process, perhaps for lack of memory (try fewer --jobs)"
+        said = _last_lines(self._log_path)
+        if self.task.once:
+            return said  # it names the run's error
         wrote = f" after it wrote {RESULT}" if self.task.result.exists() else ""
         ended = f"its command failed with status {status}{wrote}" if status else f"ended without {RESULT}"
-        return f"{'' if self.task.once else f'{ended}: '}{_last_lines(self._log_path)}"
+        return f"{ended}: {said}"
 
 
 def _last_lines(log: Path) -> str:

@@ -197,7 +197,7 @@ def comparison_figures(comparison: Comparison) -> list[Chart]:
             draw = functools.partial(draw_losses, title="", comparison=comparison, cells=best, labels=labels)
             charts.append(Chart(chart(draw), f"Loss, each variant at its own best learning rate, {ending}"))
     draw = functools.partial(draw_sweep, title="", comparison=comparison, labels=labels)
-    averaged = "the first stage's seeds" if comparison.choosing_seeds else "the seeds"
+    averaged = "the first stage's seeds" if comparison.counted_seeds != comparison.seeds else "the seeds"
     caption = f"Loss after the last step: points are seeds, the line is the mean of {averaged}."
     return [*charts, Chart(chart(draw), caption)]
 
