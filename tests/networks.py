@@ -5,7 +5,7 @@ from torch import nn
 
 import symexplin as sel
 
-__all__ = ["ELEMENTWISE", "EXP", "Experts", "inputs", "moved", "network", "strong"]
+__all__ = ["SUMS", "Experts", "inputs", "moved", "network", "strong"]
 
 
 def strong(name, **changes):
@@ -13,15 +13,8 @@ def strong(name, **changes):
     return sel.preset(name, **{"beta": 7.5, **changes})
 
 
-# The paper's scales as logarithms.
-EXP = strong("paper", **{role: {"transform": "exp"} for role in "elm"})
-# A number per weight, as it is and as a logarithm, beside vectors and LoRA factors.
-ELEMENTWISE = strong(
-    "paper+offset",
-    e=sel.Scale("elementwise", k=(50.0, 8.0), transform="exp"),
-    l=sel.Scale("elementwise", k=(50.0, 8.0)),
-    n=sel.Scale("elementwise"),
-)
+# Scales that are no products of rows and columns, so that no kernel covers the map.
+SUMS = strong("paper+offset", e=sel.Scale("row_col_add", k=(50.0, 8.0)), l=sel.Scale("lora", k=(50.0, 8.0), rank=3))
 
 inputs = torch.linspace(-1, 1, 60).reshape(5, 12)
 

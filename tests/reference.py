@@ -167,10 +167,3 @@ def worst(
         largest = max(largest, float(error / owed) if owed else (math.inf if error else 0.0))
     return largest
 
-
-def noise(key: int, index: int) -> int:
-    """Return the noise of stochastic rounding at one place of a tensor: the counter hash in Python's integers."""
-    x = (index ^ key ^ (index >> 32) * 0x9E3779B9) & 0xFFFFFFFF
-    x = (x ^ x >> 16) * 0x21F0AAAD & 0xFFFFFFFF
-    x = (x ^ x >> 15) * 0x735A2D97 & 0xFFFFFFFF
-    return (x ^ x >> 15) & 0xFFFF

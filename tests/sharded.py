@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import symexplin as sel
-from networks import ELEMENTWISE, strong
+from networks import SUMS, strong
 from scripts import load
 from symexplin.kernels import kernels_for
 from symexplin.optim.shard import local
@@ -33,16 +33,6 @@ def model_of(dtype=torch.float32):
     torch.manual_seed(0)
     layers = [nn.Linear(12, 17), nn.LayerNorm(17), nn.GELU(), nn.Linear(17, 16), nn.GELU(), nn.Linear(16, 3)]
     return nn.Sequential(*layers).to(dtype)
-
-
-class Pixels(nn.Sequential):
-    """A convolution over 12 inputs, and one transposed."""
-
-    def __init__(self):
-        super().__init__(nn.Conv1d(3, 5, 3), nn.GELU(), nn.ConvTranspose1d(5, 2, 2), nn.Flatten())
-
-    def forward(self, x):
-        return super().forward(x.unflatten(1, (3, 4)))
 
 
 class StackedExperts(nn.Module):
@@ -62,15 +52,15 @@ class StackedExperts(nn.Module):
 
 
 def layers_of(dtype=torch.float32):
-    """A model with a convolution and a stack of matrices: 3 of them over 2 x 2 processes are 1, 1 and 1, 0."""
+    """A model with a stack of matrices: 3 of them over 2 x 2 processes are 1, 1 and 1, 0."""
     torch.manual_seed(0)
-    return nn.Sequential(Pixels(), StackedExperts(), nn.Linear(8, 3)).to(dtype)
+    return nn.Sequential(nn.Linear(12, 6), StackedExperts(), nn.Linear(8, 3)).to(dtype)
 
 
 def mixed_of(dtype=torch.float32):
-    """Between two matrices of one kind another kind; a process may have no part of the last one."""
+    """Plain parameters between two matrices; a process may have no part of the last one."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(12, 12), Pixels(), nn.Linear(6, 3)).to(dtype)
+    return nn.Sequential(nn.Linear(12, 12), nn.LayerNorm(12), nn.Linear(12, 3)).to(dtype)
 
 
 # Each run's arguments of `make`. The rate is hot enough to be clipped at first, cool enough not to amplify roundings.
@@ -80,13 +70,12 @@ RUNS = {
     "offset": {"config": OFFSET},
     "absorbed": {"config": strong("absorbed")},
     "numbers": {"config": strong("paper", l=sel.Scale("global", k=(50.0, 8.0)))},
-    "elementwise": {"config": ELEMENTWISE},
+    "sums": {"config": SUMS},
     "muon": {"config": OFFSET, "kind": SELMuon, "lr": 1e-3, "split": {"3.weight": (8, 4, 4)}},
     "layers": {"config": OFFSET, "model_of": layers_of, "lr": 1e-3},
     "default layers": {"config": None, "model_of": layers_of, "lr": 1e-3},
     "muon layers": {"config": OFFSET, "kind": SELMuon, "model_of": layers_of, "lr": 1e-3},
     "muon mixed": {"config": OFFSET, "kind": SELMuon, "model_of": mixed_of, "lr": 1e-3},
-    "stochastic": {"config": None, "lr": 1e-2, "stochastic_rounding": True},
 }
 
 
@@ -314,24 +303,20 @@ def written(how, run="paper", dtype=torch.float64):
     return weights(model)
 
 
-def switched(how):
-    """Train with AdamW, SELAdamW and AdamW again; return moments there and back, and what each had in the end."""
+def missing(how):
+    """Train 5 steps, of which two lack gradients: one in the second process, and one in all; return weights and states."""
     model, optimizer = make(how, "paper", torch.float64)
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    steps(model, adamw, how, torch.float64, 0, 3)
-    sel.from_adamw(optimizer, adamw)
-    returned = sel.to_adamw(optimizer)
-    moments = [
-        (full(adamw.state[p][key]), full(returned.state[p][key]))
-        for p in model.parameters()
-        for key in ("step", "exp_avg", "exp_avg_sq")
-    ]
-    after = [states(model, optimizer)]
-    steps(model, optimizer, how, torch.float64, 3, 6)
-    last = sel.to_adamw(optimizer)
-    after += [states(model, last)]
-    steps(model, last, how, torch.float64, 6, 9)
-    return moments, [*after, weights(model)]
+    for step in range(5):
+        optimizer.zero_grad()
+        loss_of(model, step, how, torch.float64).backward()
+        if step in (1, 3):
+            model[5].weight.grad = None
+            if how == "whole":
+                model[3].weight.grad[4:8] = 0.0  # the part of the second process
+            elif torch.distributed.get_rank() == 1:
+                model[3].weight.grad = None
+        optimizer.step()
+    return weights(model), states(model, optimizer)
 
 
 def refused():

@@ -13,25 +13,18 @@ from symexplin.config import MODES, PATTERNS
 from symexplin.curve import Curved, Map
 
 # By axes: the shape of a tensor.
-SHAPES = {
-    **{"o": (3,), "oi": (3, 2), "io": (2, 3), "oii": (3, 2, 4), "ioi": (2, 3, 4)},
-    **{"oiii": (3, 2, 2, 4), "ioii": (2, 3, 2, 4), "eo": (5, 3), "eoi": (5, 3, 2), "eio": (5, 2, 3)},
-}
+SHAPES = {"o": (3,), "oi": (3, 2), "io": (2, 3), "eo": (5, 3), "eoi": (5, 3, 2), "eio": (5, 2, 3)}
 FIRST = {"e": 1.3, "l": 0.9, "m": 0.8, "n": 0.4, "s": -1.1}
-WAYS = [("fixed", "none"), ("absorbed", "none"), ("fixed", "exp")]  # curvature, and transform of e, l and m
+WAYS = ("fixed", "absorbed")  # curvature
 
 
 def start(spec, dtype=torch.float64, position=3):
     return spec.start(dtype, torch.device("cpu"), position)
 
 
-def config_of(mode, pattern, way, normalize):
+def config_of(mode, pattern, curvature, normalize):
     """All scales have the same pattern, and there is a residual."""
-    curvature, transform = way
-    scales = {
-        role: sel.Scale(pattern, start=first, rank=2, transform=transform if role in "elm" else "none")
-        for role, first in FIRST.items()
-    }
+    scales = {role: sel.Scale(pattern, start=first, rank=2) for role, first in FIRST.items()}
     return sel.SELConfig(7.5, mode, curvature, normalize, **scales, delta=sel.Scale("lora", rank=2))
 
 
@@ -57,7 +50,7 @@ def expand(axes, shape, tensors, stem):
     if "A" in parts:
         a, b = parts["A"], parts["B"].movedim(len(stack), -1)  # the rank comes last
         return [(a[(*stack, *rows)] * b[(*stack, *columns)]).sum(-1)]
-    at = {"": stack, "row": [*stack, *rows], "column": [*stack, *columns], "full": index}
+    at = {"": stack, "row": [*stack, *rows], "column": [*stack, *columns]}
     return [value[tuple(at[suffix])] for suffix, value in parts.items()]
 
 
@@ -67,15 +60,14 @@ def reference(curved, raw, tensors):
 
     def scale(role):
         absorbed = role == "m" and config.curvature == "absorbed"
-        log = absorbed or getattr(config, role).transform == "exp"
         base = {**FIRST, "delta": 0.0}[role] * (7.5 if absorbed else 1.0)
-        values = expand(axes, raw.shape, tensors, "a" if absorbed else f"log_{role}" if log else role)
+        values = expand(axes, raw.shape, tensors, "a" if absorbed else role)
         pattern = "row" if "i" not in axes and getattr(config, role).learned else getattr(config, role).pattern
         if not values:
             return torch.tensor(base, dtype=torch.float64)
         if pattern == "lora":
-            return base * torch.exp(values[0]) if log else base + values[0]
-        if log:
+            return base * torch.exp(values[0]) if absorbed else base + values[0]
+        if absorbed:
             return torch.exp(sum(values))
         return math.prod(values) if pattern == "row_col_mult" else sum(values)
 
@@ -85,15 +77,15 @@ def reference(curved, raw, tensors):
     return sel.functional.effective(raw, beta=7.5, mode=config.mode, **way, **scales)
 
 
-def reads(mode, way, normalize, **_):
+def reads(mode, curvature, normalize, **_):
     """Whether a mode reads how its curvature is given and normalized, or these are the first ways."""
-    return "kappa" in MODES[mode] or (way[0], normalize) == ("fixed", False)
+    return "kappa" in MODES[mode] or (curvature, normalize) == ("fixed", False)
 
 
-@every_pair(reads, axes=SHAPES, mode=MODES, pattern=PATTERNS, way=WAYS, normalize=[False, True])
-def test_values_gradients_and_inverse_are_those_of_single_elements(axes, mode, pattern, way, normalize, monkeypatch):
+@every_pair(reads, axes=SHAPES, mode=MODES, pattern=PATTERNS, curvature=WAYS, normalize=[False, True])
+def test_values_gradients_and_inverse_are_those_of_single_elements(axes, mode, pattern, curvature, normalize, monkeypatch):
     monkeypatch.setattr(transform, "_BLOCK", 5)  # elements that are inverted at a time
-    curved = curved_of(axes, config_of(mode, pattern, way, normalize))
+    curved = curved_of(axes, config_of(mode, pattern, curvature, normalize))
     raw = curved.raw.clone().requires_grad_()
     tensors = {name: value.clone().requires_grad_() for name, value in curved.tensors.items()}
     value = reference(curved, raw, tensors)
@@ -107,12 +99,11 @@ def test_values_gradients_and_inverse_are_those_of_single_elements(axes, mode, p
     torch.testing.assert_close(curved.slope(), slope, rtol=1e-11, atol=1e-13)
     torch.testing.assert_close(by_raw, raw.grad, rtol=1e-11, atol=1e-13)
     assert list(by_tensor) == [tensor.name for tensor in curved.map.tensors]
-    for tensor in curved.map.tensors:  # scales of a pathway decay, logarithms do not
-        assert tensor.decays == (tensor.role in ("e", "l", "s") and not tensor.name.startswith("log_"))
+    assert all(tensor.decays == (tensor.role in ("e", "l", "s")) for tensor in curved.map.tensors)
     for name, grad in by_tensor.items():
         torch.testing.assert_close(grad, tensors[name].grad, rtol=1e-11, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
 
-    fixed = Curved(Map(raw.shape, axes, config_of(mode, "fixed", way, normalize)), curved.raw, start(curved.map))
+    fixed = Curved(Map(raw.shape, axes, config_of(mode, "fixed", curvature, normalize)), curved.raw, start(curved.map))
     at_start = curved._replace(tensors=start(curved.map)).effective()
     torch.testing.assert_close(at_start, fixed.effective(), rtol=1e-13, atol=1e-15)
 
@@ -153,7 +144,7 @@ def test_lora_is_drawn_whole_from_a_generator_of_its_own():
     assert abs(float(first.mean())) < 0.1
 
 
-@pytest.mark.parametrize("axes", ["", "e", "i", "ii", "eei", "ooi", "oie", "x", "oio", "iio", "oi"])
+@pytest.mark.parametrize("axes", ["", "i", "oie", "oii", "oi"])
 def test_other_axes_are_refused(axes):
-    with pytest.raises(ValueError, match="axes must be one letter per dimension"):
+    with pytest.raises(ValueError, match="axes must be one of .* a letter per dimension"):
         Map((2,) * (len(axes) if axes != "oi" else 3), axes, sel.SELConfig())

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import symexplin as sel
-from networks import ELEMENTWISE, EXP, strong
+from networks import SUMS, strong
 from symexplin.config import PATTERNS
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.presets import PRESETS
@@ -27,7 +27,6 @@ LONG = "paper"  # in float32 trains for 200 steps on two blocks, as the default 
 KERNELS = [LONG, "default", "paper+offset", "absorbed", "frozen"]  # in float32; tests of kernels have other maps
 # Every pattern in some role; "row_col_mult" is the presets' own.
 PATTERNED = [("global", "row", "column"), ("lora", "row_col_add", "global"), ("column", "fixed", "row_col_add")]
-PATTERNED += [("elementwise", "elementwise", "elementwise")]
 assert {pattern for patterns in PATTERNED for pattern in patterns} | {"row_col_mult"} == set(PATTERNS)
 CONFIGS = {name: strong(name) for name in PRESETS} | {
     f"paper, {patterns}": strong(
@@ -35,7 +34,7 @@ CONFIGS = {name: strong(name) for name in PRESETS} | {
     )
     for patterns in PATTERNED
 }
-CONFIGS |= {"default": sel.SELConfig(), "paper, exp": EXP, "paper+offset, elementwise": ELEMENTWISE}
+CONFIGS |= {"default": sel.SELConfig(), "paper+offset, sums": SUMS}
 CONFIGS |= {mode: strong("paper", mode=mode, n=sel.Scale("row", start=0.1)) for mode in ("oppose", "damped", "sinh")}
 MOST_CROSSINGS = 3  # of 26,000 entries
 

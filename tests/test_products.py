@@ -15,14 +15,13 @@ from symexplin.products import (
     side_names,
 )
 
-LOG = sel.Scale("row_col_mult", transform="exp")
 CONFIGS = {
     "paper": strong("paper"),
     "absorbed": strong("absorbed"),
     "absorbed, not normalized": strong("absorbed", normalize=False, n=sel.Scale("column")),
     "offset": strong("paper+offset", delta=sel.Scale()),
     "offsets, normalized": strong("congruent", n=sel.Scale("row_col_add", start=0.3), normalize=True),
-    "logarithms": strong("paper", e=LOG, l=sel.Scale("column", transform="exp"), s=sel.Scale("row", start=1.3)),
+    "signed": strong("paper", l=sel.Scale("column"), s=sel.Scale("row", start=1.3)),
     "numbers": strong("paper", mode="oppose", e=sel.Scale(start=1.5), l=sel.Scale("global"), s=sel.Scale(start=1.3)),
     "exp_only": strong("exp_only"),
     "linear": strong("structured_linear", s=sel.Scale("global")),
@@ -40,7 +39,7 @@ def test_factors_and_their_gradients_are_those_of_the_map(name, shape, axes):
         return torch.randn(size, dtype=torch.float64, generator=generator)
 
     learned = {name: x + 0.2 * drawn(*x.shape) for name, x in spec.start(torch.float64, torch.device("cpu"), 0).items()}
-    counts = dict(zip((True, False), (sides(axes, shape)[0], max(1, sides(axes, shape)[1])), strict=True))
+    counts = dict(zip((True, False), sides(axes, shape), strict=True))
 
     def matrix(tensor):
         """Outputs by inputs."""

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from symexplin import functional
-    from symexplin import hf as hf
     from symexplin import kernels as kernels
-    from symexplin.attention import scale_qk_
     from symexplin.config import Scale, SELConfig
     from symexplin.init import init_
     from symexplin.modules import SELLinear, convert, fold
@@ -24,10 +22,7 @@ if TYPE_CHECKING:
         ScaleAnnealing,
         SELAdamW,
         anneal_scales,
-        from_adamw,
         param_groups,
-        suggest_lr,
-        to_adamw,
     )
     from symexplin.optim.stats import stats
     from symexplin.presets import preset
@@ -48,22 +43,17 @@ __all__ = [
     "anneal_scales",
     "convert",
     "fold",
-    "from_adamw",
     "functional",
     "init_",
     "param_groups",
     "preset",
     "routing",
-    "scale_qk_",
     "stats",
-    "suggest_lr",
-    "to_adamw",
 ]
 
 # Where the names are. They are imported at first use, and the first two need no torch (`symexplin --help`).
-_HOMES = ("config", "presets", "routes", "init", "attention", "modules", "optim")
-# `hf` needs other libraries, so `__all__` leaves it out.
-_MODULES = ("functional", "hf", "kernels")
+_HOMES = ("config", "presets", "routes", "init", "modules", "optim")
+_MODULES = ("functional", "kernels")
 
 
 def __getattr__(name: str) -> Any:

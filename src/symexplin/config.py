@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from symexplin.validation import check_choice, check_finite, check_flag, check_positive, check_whole, naming
+from symexplin.checks import check_choice, check_finite, check_flag, check_positive, check_whole, naming
 
 __all__ = [
     "BETA_AT_1024",
@@ -16,7 +16,6 @@ __all__ = [
     "MODES",
     "PATTERNS",
     "SCALE_ROLES",
-    "TRANSFORMS",
     "SELConfig",
     "Scale",
     "Span",
@@ -35,20 +34,13 @@ MODES: dict[str, tuple[str, ...]] = {
     "linear": ("l",),
 }
 CURVATURES = ("fixed", "absorbed")
-PATTERNS = ("fixed", "global", "row", "column", "row_col_mult", "row_col_add", "lora", "elementwise")
-TRANSFORMS = ("none", "exp")
+PATTERNS = ("fixed", "global", "row", "column", "row_col_mult", "row_col_add", "lora")
 SCALE_ROLES = ("e", "l", "m", "n", "s", "delta")
 # Weight decay applies to scales that weight a pathway, not to scales that shape it (paper, section 4.4).
 # Assumption, since the paper does not say: s decays, LoRA factors do not.
 DECAYED_ROLES = frozenset({"e", "l", "s"})
 
 CLOSED_MODES = ("exp_only", "sinh", "linear")  # their inverse has a closed form
-# Why the other scales refuse transform "exp", which keeps a scale positive.
-_NO_LOGARITHM = {
-    "n": "n is a logarithm already, the map has exp(-n)",
-    "s": "s may have either sign",
-    "delta": "delta is added to the weight and may have either sign",
-}
 _USUAL_START = {"n": 0.0, "delta": 0.0}  # the other scales start at 1
 
 # The paper's beta at its smallest width (section 5.2). From there up, width^0.8 matches its 12-15 at 2048 and 17.5-20
@@ -88,8 +80,7 @@ class Scale:
 
     Args:
         pattern: "fixed" (a constant), "global" (one number), "row" (d_out values), "column" (d_in values),
-            "row_col_mult" (their outer product), "row_col_add" (their sum), "lora" (start + A B, B = 0) or
-            "elementwise" (one value per weight, each with 12 bytes of optimizer state and without a fast kernel).
+            "row_col_mult" (their outer product), "row_col_add" (their sum) or "lora" (start + A B, B = 0).
         start: the initial value. Default (None): 0 for n and delta, 1 for the others, and beta/7.5 for l if beta is
             below 7.5 (:meth:`SELConfig.resolve`).
         k: the scale's learning rate in units of `base_lr`: a number, or (k0, k1) to anneal it as in section 4.5.
@@ -97,10 +88,6 @@ class Scale:
             over to other learning rates of the weights, so this is the default. 1 makes `k` the learning rate itself.
             None multiplies the learning rate of the weights.
         rank: rank of "lora".
-        transform: "none", or "exp" to learn the logarithm p of e, l or m: the scale is exp(p), p has the pattern, and
-            `start` must be positive (paper, appendix A). "row_col_mult" learns exp(a_i) exp(b_j) from
-            a = b = ln(start)/2, and "lora" learns start * exp(A B). Weight decay skips p (assumption): it would
-            pull the scale to 1, while its purpose is to keep the scale from growing.
 
     Raises:
         ValueError: a value is out of range.
@@ -114,7 +101,6 @@ class Scale:
     k: Span = (1.0, 1.0)
     base_lr: float | None = _PAPER_LR
     rank: int = 8
-    transform: str = "none"
 
     def __repr__(self) -> str:
         """Return the call that makes an equal one.
@@ -127,7 +113,6 @@ class Scale:
     def __post_init__(self) -> None:
         """Check every field and turn single multipliers into pairs."""
         check_choice("pattern", self.pattern, PATTERNS)
-        check_choice("transform", self.transform, TRANSFORMS)
         if self.start is not None:
             object.__setattr__(self, "start", check_finite("start", self.start))
         object.__setattr__(self, "rank", check_whole("rank", self.rank))
@@ -173,8 +158,7 @@ class SELConfig:
     Args:
         beta: reference curvature of all matrices, or "auto" to choose it by the model's width (:meth:`resolve`).
         mode: "exp_only", "mismatch" (the paper's main form), "congruent", "oppose", "damped", "sinh" or "linear".
-        curvature: "fixed" (kappa = beta m) or "absorbed" (kappa = exp(a), with a configured by `m`, whose
-            transform then has no effect because a is a logarithm already).
+        curvature: "fixed" (kappa = beta m) or "absorbed" (kappa = exp(a), with a configured by `m`).
         normalize: divide by kappa instead of beta.
         e, l, m, n, s, delta: one :class:`Scale` each. A mode ignores the scales that it does not use. `delta` is
             off ("fixed") or "lora", and its learning rate is also divided by beta (paper, section 4.2).
@@ -301,8 +285,7 @@ class SELConfig:
             scale = getattr(self, role)
             first = "" if scale.start in (None, _USUAL_START.get(role, 1.0)) else f"{scale.start:.4g}"
             if scale.learned:
-                exp = ["exp"] if scale.transform == "exp" else []
-                how = ", ".join([scale.pattern, *exp, *([f"from {first}"] if first else [])])
+                how = ", ".join([scale.pattern, *([f"from {first}"] if first else [])])
                 how += f", k {scale.k[0]:g} to {scale.k[1]:g}" if rates else ""
                 learned.setdefault(how, []).append(role)
             elif first:
@@ -358,11 +341,6 @@ def _check_scale(role: str, scale: object) -> None:
         )
     if role == "delta" and (scale.pattern not in ("fixed", "lora") or start != 0.0):
         raise ValueError(f"delta must be off ('fixed') or 'lora', starting at 0, got {scale}")
-    if scale.transform == "exp":
-        if reason := _NO_LOGARITHM.get(role):
-            raise ValueError(f"{role}.transform must be 'none', got 'exp': {reason}")
-        if start <= 0.0:
-            raise ValueError(f"{role}.start must be positive with transform 'exp', got {start}: use transform 'none'")
     if role == "m" and start <= 0.0:
         raise ValueError(f"m.start must be positive, got {start}")
 

@@ -3,16 +3,14 @@
 A string has one letter for each dimension of the tensor: "o" counts outputs, "i" inputs, "e" a stack of matrices
 (experts).
 
-    nn.Linear "oi"    transformers' Conv1D "io"    bias "o"    nn.Conv2d "oiii"    nn.ConvTranspose2d "ioii"
-    experts "eoi" or "eio"    their biases "eo"
+    nn.Linear "oi"    transformers' Conv1D "io"    bias "o"    experts "eoi" or "eio"    their biases "eo"
 
 Each learned scale is one tensor or two (:class:`ScaleTensor`), each with some of these dimensions. Row scales have the
-dimensions of outputs, column scales those of inputs, and both have that of the stack.
+dimension of outputs, column scales that of inputs, and both have that of the stack.
 """
 
 import functools
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -26,19 +24,20 @@ from symexplin.transform import compute_dtype, forward, invert, pullback, summed
 
 __all__ = [
     *("Curved", "CurvedBase", "Map", "ScaleTensor"),
-    *("fans", "from_matrices", "in_dims", "is_weight", "matrices", "out_dims", "sides", "stack_dims", "stack_size"),
+    *("dims_of", "is_weight", "oriented", "outputs_first", "sides", "stack_size"),
 ]
 
 Shape = tuple[int, ...]
+_AXES = ("oi", "io", "o", "eoi", "eio", "eo")
 
 
-def _dims(axes: str, letter: str) -> Shape:
-    return tuple(dim for dim, axis in enumerate(axes) if axis == letter)
+def dims_of(axes: str, letters: str) -> Shape:
+    """Return the dimensions of a tensor that are called so, in the order of the letters.
 
-
-def stack_dims(axes: str) -> Shape:
-    """Return the dimension that counts matrices, if there is one."""
-    return _dims(axes, "e")
+    >>> dims_of("eio", "eo"), dims_of("o", "i")
+    ((0, 2), ())
+    """
+    return tuple(axes.index(letter) for letter in letters if letter in axes)
 
 
 def stack_size(axes: str, shape: Sequence[int]) -> int:
@@ -47,21 +46,7 @@ def stack_size(axes: str, shape: Sequence[int]) -> int:
     >>> stack_size("eoi", (4, 3, 2)), stack_size("oi", (3, 2))
     (4, 1)
     """
-    return math.prod([shape[d] for d in stack_dims(axes)])
-
-
-def out_dims(axes: str) -> Shape:
-    """Return the dimensions of outputs.
-
-    >>> out_dims("ioii"), in_dims("ioii")
-    ((1,), (0, 2, 3))
-    """
-    return _dims(axes, "o")
-
-
-def in_dims(axes: str) -> Shape:
-    """Return the dimensions of inputs; a bias has none."""
-    return _dims(axes, "i")
+    return shape[0] if "e" in axes else 1
 
 
 def is_weight(axes: str) -> bool:
@@ -69,45 +54,27 @@ def is_weight(axes: str) -> bool:
     return "i" in axes
 
 
+def outputs_first(axes: str) -> bool:
+    """Whether the rows of a matrix, in the order of memory, are outputs. A bias is one row, along which outputs change.
+
+    >>> [outputs_first(axes) for axes in ("oi", "io", "eoi", "o")]
+    [True, False, True, False]
+    """
+    return "oi" in axes
+
+
 def sides(axes: str, shape: Sequence[int]) -> tuple[int, int]:
-    """Return the numbers of outputs and inputs of one matrix of a tensor with this shape.
+    """Return the numbers of outputs and inputs of one matrix of a tensor with this shape; a bias has one input.
 
-    >>> sides("eoi", (4, 3, 2)), sides("oiii", (8, 3, 5, 5))
-    ((3, 2), (8, 75))
+    >>> sides("eoi", (4, 3, 2)), sides("io", (3, 2)), sides("o", (3,))
+    ((3, 2), (2, 3), (3, 1))
     """
-    # Lists: torch.compile cannot trace math.prod of a generator.
-    return math.prod([shape[d] for d in out_dims(axes)]), math.prod([shape[d] for d in in_dims(axes)])
+    return shape[axes.index("o")], shape[axes.index("i")] if is_weight(axes) else 1
 
 
-def fans(axes: str, shape: Sequence[int]) -> tuple[int, int]:
-    """Return (fan_in, fan_out) of a weight, as torch's initializers compute them.
-
-    >>> fans("oi", (3, 2)), fans("oiii", (64, 16, 3, 3))
-    ((2, 3), (144, 576))
-    """
-    if "e" in axes or len(axes) <= 2:
-        outputs, inputs = sides(axes, shape)
-        return inputs, outputs
-    kernel = math.prod(shape[2:])
-    return shape[1] * kernel, shape[0] * kernel
-
-
-def matrices(tensor: Tensor, axes: str) -> Tensor:
-    """Return a weight as its (outputs, inputs) matrix, or as a stack of such matrices."""
-    stack, out, inner = stack_dims(axes), out_dims(axes), in_dims(axes)
-    shape = [tensor.shape[d] for d in stack]
-    return tensor.permute(*stack, *out, *inner).reshape(*shape, *sides(axes, tensor.shape))
-
-
-def from_matrices(matrix: Tensor, axes: str, shape: Sequence[int]) -> Tensor:
-    """Return the tensor of this shape with these matrices, the inverse of :func:`matrices`.
-
-    >>> weight = torch.randn(4, 8, 3)
-    >>> torch.equal(from_matrices(matrices(weight, "ioi"), "ioi", weight.shape), weight)
-    True
-    """
-    order = (*stack_dims(axes), *out_dims(axes), *in_dims(axes))
-    return matrix.reshape([shape[d] for d in order]).permute(order)  # swaps two dimensions: its own inverse
+def oriented(tensor: Tensor, axes: str) -> Tensor:
+    """Return matrices of outputs by inputs as ones with these axes, or the other way round; it is its own inverse."""
+    return tensor if outputs_first(axes) else tensor.mT
 
 
 class ScaleTensor(NamedTuple):
@@ -150,11 +117,8 @@ class Map:
 
     def __post_init__(self) -> None:
         """Compute the derived fields now: computed lazily, they could be first needed inside torch.compile."""
-        if not re.fullmatch("e?(o|oi+|ioi*)", self.axes) or len(self.axes) != len(self.shape):
-            raise ValueError(
-                "axes must be one letter per dimension, as 'oi', 'io', 'o', 'oii', 'eoi' or 'eo', got "
-                f"{self.axes!r} for the shape {self.shape}"
-            )
+        if self.axes not in _AXES or len(self.axes) != len(self.shape):
+            raise ValueError(f"axes must be one of {_AXES}, a letter per dimension of {self.shape}, got {self.axes!r}")
         object.__setattr__(self, "config", self.config.resolve(max(sides(self.axes, self.shape))))
         tensors = (tensor for role in self.config.learned_roles for tensor in self._tensors(role))
         object.__setattr__(self, "tensors", tuple(tensors))
@@ -181,47 +145,39 @@ class Map:
         return "row_col_add" if pattern == "row_col_mult" and self.is_log(role) else pattern
 
     def is_log(self, role: str) -> bool:
-        """Whether a role learns a logarithm: of the absorbed curvature, or of a scale with transform "exp"."""
-        return self._is_absorbed(role) or getattr(self.config, role).transform == "exp"
+        """Whether a role learns a logarithm, as the absorbed curvature does."""
+        return role == "m" and self.config.curvature == "absorbed"
 
     def first(self, role: str) -> float:
         """Return the first value of a role; for the absorbed curvature that of kappa."""
         first: float = getattr(self.config, role).first
-        return self.beta * first if self._is_absorbed(role) else first
+        return self.beta * first if self.is_log(role) else first
 
     def by_role(self, role: str) -> list[ScaleTensor]:
         """Return the tensors of a role, outputs before inputs."""
         return [tensor for tensor in self.tensors if tensor.role == role]
 
-    def _is_absorbed(self, role: str) -> bool:
-        return role == "m" and self.config.curvature == "absorbed"
-
     def _tensors(self, role: str) -> list[ScaleTensor]:
         pattern, rank = self.pattern(role), getattr(self.config, role).rank
-        stack, rows, columns = stack_dims(self.axes), out_dims(self.axes), in_dims(self.axes)
+        stack, rows, columns = (dims_of(self.axes, letters) for letters in ("e", "eo", "ei"))
         first = math.log(self.first(role)) if self.is_log(role) else self.first(role)
         root = math.sqrt(abs(first))
         drafts: dict[str, list[tuple[str, tuple[int | None, ...], float | None]]] = {
             "fixed": [],  # the delta of a bias
             "global": [("", stack, first)],
-            "elementwise": [("full", tuple(range(len(self.shape))), first)],
-            "row": [("row", (*stack, *rows), first)],
-            "column": [("column", (*stack, *columns), first)],
-            "lora": [("A", (*stack, *rows, None), None), ("B", (*stack, None, *columns), 0.0)],
-            "row_col_add": [("row", (*stack, *rows), first / 2), ("column", (*stack, *columns), first / 2)],
-            "row_col_mult": [
-                ("row", (*stack, *rows), math.copysign(root, first)),
-                ("column", (*stack, *columns), root),
-            ],
+            "row": [("row", rows, first)],
+            "column": [("column", columns, first)],
+            "lora": [("A", (*rows, None), None), ("B", (*stack, None, *dims_of(self.axes, "i")), 0.0)],
+            "row_col_add": [("row", rows, first / 2), ("column", columns, first / 2)],
+            "row_col_mult": [("row", rows, math.copysign(root, first)), ("column", columns, root)],
         }
-        stem = "a" if self._is_absorbed(role) else f"log_{role}" if self.is_log(role) else role
-        decays, lr_scale = role in DECAYED_ROLES and not self.is_log(role), 1.0 / self.beta if role == "delta" else 1.0
+        stem, lr_scale = "a" if self.is_log(role) else role, 1.0 / self.beta if role == "delta" else 1.0
         return [
             ScaleTensor(
                 f"{stem}_{suffix}" if suffix else stem,
                 *(role, dims, tuple(d for d in range(len(self.shape)) if d not in dims)),
                 tuple(rank if d is None else self.shape[d] for d in dims),
-                *(value, decays, lr_scale),
+                *(value, role in DECAYED_ROLES, lr_scale),
             )
             for suffix, dims, value in drafts[pattern]
         ]
@@ -268,7 +224,7 @@ class Curved(NamedTuple):
         values = {role: self._value(role) for role in Scales._fields if role in config.roles and role != "delta"}
         kappa: Value = beta
         if "m" in config.roles:
-            kappa = self._value("m") if self.map._is_absorbed("m") else beta * self._value("m")  # paper, Eq. 4
+            kappa = self._value("m") if self.map.is_log("m") else beta * self._value("m")  # paper, Eq. 4
         residual = [self.tensors[tensor.name] for tensor in self.map.by_role("delta")]
         delta = self._product(*residual) if residual else None
         return Scales(None if config.normalize else beta, kappa=kappa, delta=delta, **values)
@@ -309,9 +265,6 @@ class Curved(NamedTuple):
         pulled = pullback(self.map.config.mode, self.raw, scales, g.to(self.raw.dtype), wanted)
         if "kappa" in pulled:
             pulled["m"] = pulled.pop("kappa") * (scales.kappa if self.map.is_log("m") else self.map.beta)
-        for role in pulled.keys() - {"w", "m"}:
-            if self.map.is_log(role):
-                pulled[role] = pulled[role] * getattr(scales, role)
         return pulled["w"], {tensor.name: self._contract(tensor, pulled[tensor.role]) for tensor in tensors}
 
     def _value(self, role: str) -> Value:
@@ -347,22 +300,12 @@ class Curved(NamedTuple):
         return summed(g, tensor.lacks).reshape(self.tensors[tensor.name].shape)
 
     def _contract_lora(self, tensor: ScaleTensor, other: Tensor, g: Tensor) -> Tensor:
-        axes = self.map.axes
-        g, other = matrices(g, axes), self._lora_matrix(tensor.dims[-1] is not None, other)
-        product = _matmul(g, other.mT) if tensor.dims[-1] is None else _matmul(other.mT, g)
-        return product.reshape(self.tensors[tensor.name].shape)
+        g = oriented(g, self.map.axes)
+        return _matmul(g, other.mT) if tensor.dims[-1] is None else _matmul(other.mT, g)
 
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the product of LoRA's factors with the shape of the raw weight."""
-        product = _matmul(self._lora_matrix(True, a), self._lora_matrix(False, b))
-        return from_matrices(product, self.map.axes, self.raw.shape)
-
-    def _lora_matrix(self, is_a: bool, factor: Tensor) -> Tensor:
-        """Return a factor of LoRA as its (outputs, rank) or (rank, inputs) matrix, or as a stack; it may be empty."""
-        stack = len(stack_dims(self.map.axes))
-        sizes = factor.shape[stack:]
-        matrix = (math.prod(sizes[:-1]), sizes[-1]) if is_a else (sizes[0], math.prod(sizes[1:]))
-        return factor.reshape(*factor.shape[:stack], *matrix)
+        return oriented(_matmul(a, b), self.map.axes)
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:

@@ -1,23 +1,17 @@
 """Pure functions: the SymExpLin map, its inverse, the annealing rule and rules for beta."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from symexplin.config import BETA_AT_1024, CURVATURES, MODES, auto_beta
-from symexplin.modes import DEFINITIONS, Formula, Function, Scales, Value
+from symexplin.checks import check_choice, check_flag, check_not_negative, check_positive
+from symexplin.config import CURVATURES, MODES, auto_beta
+from symexplin.modes import Scales, Value
 from symexplin.transform import ROLES, compute_dtype, forward, invert, pullback
-from symexplin.validation import check_choice, check_flag, check_not_negative, check_positive
 
-__all__ = ["Scales", "anneal", "auto_beta", "beta_for", "effective", "inverse", "register_mode"]
-
-# At width 1024 beta 7.5 gives this kappa |w| at 1.75 standard deviations of Xavier's distribution,
-# sqrt(2/(1024 + 1024)): the middle of the paper's 1.5 to 2 (section 5.2). There the exponential is 23% above its
-# tangent.
-_KNEE = BETA_AT_1024 * 1.75 / 32.0
+__all__ = ["Scales", "anneal", "auto_beta", "effective", "inverse"]
 
 
 class _Effective(torch.autograd.Function):
@@ -170,64 +164,6 @@ def inverse(
     return invert(mode, t, Scales(normalizer, e, l, kappa, n, s))
 
 
-def register_mode(
-    name: str, value: Function, inverse: Function | None = None, *, scales: Sequence[str] = ("kappa",)
-) -> None:
-    """Add a mode of your own, for this process: ``SELConfig(mode=name)`` then works everywhere.
-
-    Autograd differentiates the formula. Write an odd map with ``sgn = torch.ones_like(w).copysign(w)`` and ``sgn * w``
-    for |w|: `torch.sign` and `abs` have slope 0 at 0, so that a weight of zero would never move.
-
-    Args:
-        name: a new name, or that of an earlier mode of your own, which it replaces.
-        value: function (w, scales) of a tensor and a :class:`Scales` of numbers and tensors that broadcast against it.
-            It returns the effective weight before s and delta, elementwise, 0 at 0 and increasing.
-        inverse: function (t, scales) -> w in float64, NaN or infinite where there is none. None: solved numerically.
-        scales: those that the value reads, of "e", "l", "kappa" and "n"; the others are never created. Without "kappa"
-            it is the reference curvature beta.
-
-    Raises:
-        ValueError: the name is a mode of the package, a scale is unknown or named twice, the value does not increase or
-            is wrong at 0, or the inverse is wrong.
-
-    >>> def value(w, scales):
-    ...     return torch.asinh(scales.kappa * w) / scales.d
-    >>> register_mode("asinh", value, lambda t, scales: torch.sinh(t * scales.d) / scales.kappa)
-    >>> effective(torch.tensor([-1.0, 0.0, 1.0]), mode="asinh", beta=2.0)
-    tensor([-0.7218,  0.0000,  0.7218])
-    """
-    if not isinstance(name, str) or not name.isidentifier():
-        raise ValueError(f"name must be a word such as 'cubic', got {name!r}")
-    if name in MODES and not isinstance(DEFINITIONS[name], Formula):
-        raise ValueError(f"name must be a new one, got {name!r}, which is a mode of the package")
-    if isinstance(scales, str) or len(set(scales)) != len(scales):
-        raise ValueError(f"scales must be a sequence of different names, such as ('e', 'kappa'), got {scales!r}")
-    for role in scales:
-        check_choice("scales", role, ("e", "l", "kappa", "n"))
-    mode = Formula(value, inverse)
-    _check_formula(mode)
-    MODES[name], DEFINITIONS[name] = tuple(scales), mode
-
-
-def _check_formula(mode: Formula) -> None:
-    """Refuse a value that is wrong at 0 or does not increase, and a wrong inverse, at usual scales."""
-    scales = Scales(2.0, kappa=2.0)
-    w = torch.tensor([-1.0, -0.3, -1e-6, 0.0, 1e-6, 0.3, 1.0], dtype=torch.float64, device="cpu")
-    t = mode.value(w, scales)
-    if not isinstance(t, Tensor) or t.shape != w.shape or not bool((t.diff() > 0.0).all()):
-        raise ValueError(f"value must return a tensor like w that increases with it, got {t} for w = {w.tolist()}")
-    slope = next(mode.derivatives(w, scales, frozenset()))[1][3]  # type: ignore[index]
-    between = (t[4] - t[2]) / 2e-6
-    if t[3] != 0.0 or not math.isclose(slope, between, rel_tol=1e-3, abs_tol=1e-3):
-        raise ValueError(
-            f"value must be 0 at w = 0, with the mean of the slopes on both sides, {between:g}, as its derivative, got "
-            f"{t[3]:g} and {slope:g}: for an odd map write sgn = torch.ones_like(w).copysign(w), and sgn * w for |w|"
-        )
-    back = mode.inverse(t, scales)
-    if not isinstance(back, Tensor) or back.shape != w.shape or not torch.allclose(back, w, rtol=1e-6, atol=1e-9):
-        raise ValueError(f"inverse must return w = {w.tolist()} for value(w), got {back}: correct it or leave it out")
-
-
 def anneal(step: int, total: int | None, k0: float, k1: float) -> float:
     """Return the learning-rate multiplier k(t) after `step` completed steps (paper, section 4.5).
 
@@ -250,21 +186,3 @@ def anneal(step: int, total: int | None, k0: float, k1: float) -> float:
     if step >= total:  # exactly k1, without the rounding of exp(log())
         return k1
     return k0 * math.exp(0.5 * math.log(k1 / k0) * (1.0 - math.cos(math.pi * step / total)))
-
-
-def beta_for(std: float, deviations: float = 1.75) -> float:
-    """Return the curvature at which the exponential departs from linear at this many standard deviations.
-
-    It "departs" where it is 23% above its tangent, at kappa |w| = 0.41. There beta 7.5 puts 1.75 standard deviations
-    of Xavier's distribution at width 1024, the middle of the paper's 1.5 to 2 (section 5.2, which does not quantify
-    "departs"). The paper's own values at larger widths depart earlier: 12 to 15 at width 2048 at 1.5 to 1.2 standard
-    deviations.
-
-    Args:
-        std: standard deviation of the weights, at initialization (Xavier's is ``sqrt(2/(d_in + d_out))``) or trained.
-        deviations: number of standard deviations at which the curve departs.
-
-    >>> round(beta_for(1 / 32), 2), round(beta_for(1 / 32, deviations=1.5), 2)
-    (7.5, 8.75)
-    """
-    return _KNEE / (check_positive("deviations", deviations) * check_positive("std", std))

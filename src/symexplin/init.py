@@ -5,11 +5,11 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
+from symexplin.checks import check_flag, naming
 from symexplin.config import SELConfig
-from symexplin.curve import Curved, Map, stack_dims
+from symexplin.curve import Curved, Map
 from symexplin.routes import check_values, frozen_layers, routing
 from symexplin.transform import compute_dtype
-from symexplin.validation import check_flag, naming
 
 __all__ = ["init_"]
 
@@ -62,7 +62,7 @@ def init_(
     check_values(table)
     for route in table.curved:
         if xavier and route.is_weight:
-            for weight in route.parameter if stack_dims(route.axes) else [route.parameter]:
+            for weight in route.parameter if "e" in route.axes else [route.parameter]:
                 nn.init.xavier_uniform_(weight, generator=generator)
         if table.config.mode == "mismatch":
             with naming(route.name):

@@ -27,7 +27,7 @@ reach a weight of thirty Xavier bounds. The smaller of two bounds is close every
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -35,10 +35,9 @@ from torch import Tensor
 
 from symexplin.config import SELConfig
 
-__all__ = ["DEFINITIONS", "Formula", "Mode", "Scales", "Value", "exp", "expm1", "not_finite"]
+__all__ = ["DEFINITIONS", "Mode", "Scales", "Value", "exp", "expm1", "not_finite"]
 
 Value = Tensor | float
-Function = Callable[[Tensor, "Scales"], Tensor]
 
 # Below this |x| the differences x exp(x) - expm1(x) and x cosh(x) - sinh(x) are summed as series. Above it the
 # closed forms lose at most a factor (e + (e - 1))/1 = 4.4 to cancellation, within the error bound of (8 + 4x) units
@@ -137,6 +136,13 @@ def _exp_difference(x: Tensor) -> Tensor:
     return torch.where(x.abs() < _SERIES_BELOW, series, x * torch.exp(x) - expm1(x))
 
 
+def _exp_remainder(x: Tensor) -> Tensor:
+    """Return expm1(x) - x = sum over k >= 2 of x^k/k!, without cancellation."""
+    near = x.clamp(-_SERIES_BELOW, _SERIES_BELOW)
+    series = near * near * _series(near, [1 / math.factorial(k) for k in range(2, _SERIES_TERMS[x.dtype] + 1)])
+    return torch.where(x.abs() < _SERIES_BELOW, series, expm1(x) - x)
+
+
 def _cosh_difference(x: Tensor) -> Tensor:
     """Return x cosh(x) - sinh(x) = sum over k >= 1 of x^(2k+1) 2k/(2k + 1)!, without cancellation."""
     terms = _SERIES_TERMS[x.dtype] // 2
@@ -149,7 +155,7 @@ def _cosh_difference(x: Tensor) -> Tensor:
 class Mode:
     """One mode of the map, by the terms that it adds up before s and delta.
 
-    Its derivatives are those of autograd and its inverse is numerical unless a subclass knows better.
+    Its inverse is numerical unless a subclass knows better.
     """
 
     def parts(self, w: Tensor, scales: Scales) -> tuple[Tensor, ...]:
@@ -162,15 +168,7 @@ class Mode:
         That by "kappa" is the total derivative, with that through d if d is kappa. At w = 0 the derivative by w is the
         mean of the one-sided slopes, so that a weight that starts at zero can move.
         """
-        roles = sorted(wanted - {"s", "delta"})
-
-        def value(w: Tensor, *values: Tensor) -> Tensor:
-            return self.value(w, scales._replace(**dict(zip(roles, values, strict=True))))  # type: ignore[arg-type]
-
-        # Of the full size each, so that the pullback of ones is the elementwise derivative.
-        inputs = torch.broadcast_tensors(w, *(getattr(scales, role) for role in roles))  # type: ignore[no-untyped-call]
-        result, *rest = torch.func.vjp(value, *inputs)
-        yield from zip(("w", *roles), rest[0](torch.ones_like(result)), strict=True)
+        raise NotImplementedError
 
     def value(self, w: Tensor, scales: Scales) -> Tensor:
         """Return the value before s and delta."""
@@ -323,12 +321,13 @@ class _Damped(Mode):
 
     def derivatives(self, w: Tensor, scales: Scales, wanted: frozenset[str]) -> Iterator[tuple[str, Value]]:
         beta, n, size = scales.kappa, scales.n, w.abs()
-        c, grown = exp(-n) / beta * torch.exp(-size), torch.exp(size)
-        left = torch.exp(-n * grown)
+        grown, c = torch.exp(size), exp(-n) / beta * torch.exp(-size)
         steep = c * ((beta - 1.0) * torch.exp(beta * size) + 1.0)
-        yield "w", steep - expm1(-n * grown) + size * n * grown * left
+        yield "w", steep - expm1(-n * grown) + size * n * grown * torch.exp(-n * grown)
         if "n" in wanted:
-            yield "n", w * grown * left - torch.sign(w) * c * expm1(beta * size)
+            # w exp(|w| - n exp|w|) - sign(w) c expm1(beta |w|): both terms are w exp(-n) to first order, which cancels.
+            near = expm1(size - n * expm1(size)) - expm1(-size)
+            yield "n", w * exp(-n) * near - torch.sign(w) * c * _exp_remainder(beta * size)
 
     def magnitude(self, w: Tensor, scales: Scales) -> Tensor:
         exponential, linear = self.parts(w, scales)
@@ -339,22 +338,6 @@ class _Damped(Mode):
     def obstacles(self, scales: Scales) -> Iterator[tuple[Any, str]]:
         yield scales.n < 0.0, "needs n >= 0"
         yield scales.kappa < 1.0, "needs beta >= 1"
-
-
-class Formula(Mode):
-    """A mode given by functions of a tensor and the scales: its value and, if known, the inverse."""
-
-    def __init__(self, value: Function, inverse: Function | None = None) -> None:
-        """Keep the functions."""
-        self._value, self._inverse = value, inverse
-
-    def parts(self, w: Tensor, scales: Scales) -> tuple[Tensor, ...]:
-        """Return the value."""
-        return (self._value(w, scales),)
-
-    def inverse(self, t: Tensor, scales: Scales) -> Tensor:
-        """Return w with value(w) = t."""
-        return super().inverse(t, scales) if self._inverse is None else self._inverse(t, scales)
 
 
 DEFINITIONS: dict[str, Mode] = {

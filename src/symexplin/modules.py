@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
+from symexplin.checks import check_flag, naming
 from symexplin.config import SELConfig, check_config
 from symexplin.curve import Curved, CurvedBase, Map, ScaleTensor
 from symexplin.effective import READ_ONLY, curved_linear, curved_of, effective, read_only
-from symexplin.presets import refuse_map
 from symexplin.routes import check_model, routing
-from symexplin.validation import check_flag, naming
 
 __all__ = ["CurvedModule", "SELLinear", "convert", "fold"]
 
@@ -182,7 +181,6 @@ class SELLinear(CurvedModule, nn.Linear):
         *,
         config: SELConfig | None = None,
     ) -> None:
-        refuse_map("bias", bias)
         plain = nn.Linear(in_features, out_features, check_flag("bias", bias), device, dtype)
         config = dataclasses.replace(check_config(config), include=(), exclude=())
         self.__dict__ = convert(plain, config).__dict__

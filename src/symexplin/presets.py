@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from symexplin.checks import check_choice
 from symexplin.config import SCALE_ROLES, Scale, SELConfig
-from symexplin.validation import check_choice
 
-__all__ = ["IDENTITY", "PRESETS", "preset", "refuse_map"]
+__all__ = ["IDENTITY", "PRESETS", "preset"]
 
 IDENTITY = SELConfig(mode="linear", beta=1.0)  # the map whose raw weights are the weights
 
@@ -64,16 +64,3 @@ def preset(name: str, /, **overrides: Any) -> SELConfig:
         merged = key in SCALE_ROLES and isinstance(value, Mapping)
         fields[key] = {**fields[key], **value} if merged else value
     return SELConfig.from_dict(fields)
-
-
-def refuse_map(name: str, value: object) -> None:
-    """Raise ValueError if the argument called `name` is a map or the name of one.
-
-    >>> refuse_map("lr", "paper")
-    Traceback (most recent call last):
-    ValueError: lr must not be a map, got 'paper': pass config=symexplin.preset('paper')
-    """
-    if isinstance(value, SELConfig):
-        raise ValueError(f"{name} must not be a map, got a SELConfig: pass it as config=...")
-    if isinstance(value, str) and value in PRESETS:
-        raise ValueError(f"{name} must not be a map, got {value!r}: pass config=symexplin.preset({value!r})")

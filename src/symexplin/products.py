@@ -15,12 +15,11 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from symexplin.curve import Map, in_dims, is_weight, out_dims, stack_dims
+from symexplin.curve import Map, dims_of, is_weight
 from symexplin.modes import exp
 
 __all__ = [
-    *("fixed_factors", "is_product", "kernel_factors", "learned_factors", "number_gradients"),
-    *("outputs_first", "side_names"),
+    *("fixed_factors", "is_product", "kernel_factors", "learned_factors", "number_gradients", "side_names"),
 ]
 
 _SIGNS = {"mismatch": 1.0, "congruent": 1.0, "oppose": -1.0, "exp_only": 0.0, "linear": 1.0}  # of lambda
@@ -31,33 +30,17 @@ _OF_C, _OF_LINEAR = ("s", "e", "n"), ("s", "l")  # roles whose numbers multiply 
 
 @functools.cache
 def is_product(spec: Map) -> bool:
-    """Whether kappa, c and lambda are products, and the tensor's memory holds matrices in the order of its dimensions.
+    """Whether kappa, c and lambda are products.
 
     >>> from symexplin.presets import preset
     >>> [is_product(Map.of((4, 3), "oi", preset(name))) for name in ("paper", "paper+offset", "absorbed")]
     [True, True, True]
     """
-    axes = spec.axes
-    outputs, inputs, stack = out_dims(axes), in_dims(axes), stack_dims(axes)
-    is_ordered = tuple(range(len(axes))) in ((*stack, *outputs, *inputs), (*stack, *inputs, *outputs))
-    return (
-        spec.config.mode in _SIGNS
-        and is_ordered
-        and all(
-            spec.pattern(role) in (_SUMS if role == "n" or spec.is_log(role) else _PRODUCTS)
-            for role in spec.config.roles
-            if role != "delta"
-        )
+    return spec.config.mode in _SIGNS and all(
+        spec.pattern(role) in (_SUMS if role == "n" or spec.is_log(role) else _PRODUCTS)
+        for role in spec.config.roles
+        if role != "delta"
     )
-
-
-def outputs_first(axes: str) -> bool:
-    """Whether the rows of a matrix, in the order of memory, are outputs. A bias is one row, along which outputs change.
-
-    >>> [outputs_first(axes) for axes in ("oi", "io", "eoi", "o")]
-    [True, False, True, False]
-    """
-    return is_weight(axes) and out_dims(axes) < in_dims(axes)
 
 
 def side_names(spec: Map, is_output: bool) -> dict[str, str]:
@@ -65,9 +48,8 @@ def side_names(spec: Map, is_output: bool) -> dict[str, str]:
 
     A number that all entries of a matrix share counts as one of each output.
     """
-    stack, own = stack_dims(spec.axes), (out_dims if is_output else in_dims)(spec.axes)
-    dims = [(*stack, *own)] if own else []
-    dims += [stack] if is_output else []
+    letters = ("eo", "e") if is_output else ("ei",) if is_weight(spec.axes) else ()
+    dims = [dims_of(spec.axes, of) for of in letters]
     return {tensor.role: tensor.name for tensor in spec.tensors if tensor.role != "delta" and tensor.dims in dims}
 
 
@@ -142,9 +124,7 @@ def number_gradients(
             if role in roles
         ]
         gradient = parts[0] + parts[1] if role == "s" else parts[0]
-        if role == "n":
-            gradient = -gradient
-        gradients[role] = gradient * learned[role] if role == "n" or spec.is_log(role) else gradient
+        gradients[role] = -gradient * learned[role] if role == "n" else gradient
     return gradients
 
 

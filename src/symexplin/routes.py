@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from symexplin.checks import check_not_negative, plain
 from symexplin.config import SELConfig, check_config
-from symexplin.curve import CurvedBase, Map, fans, is_weight
+from symexplin.curve import CurvedBase, Map, is_weight, sides
 from symexplin.heads import plain_parameters
 from symexplin.patterns import as_patterns, by_name, check_patterns, first_match
 from symexplin.transform import check_invertible
-from symexplin.validation import check_not_negative, plain
 
 __all__ = ["Rate", "Route", "Routing", "check_model", "check_no_decay", "check_values", "frozen_layers", "routing"]
 
@@ -226,7 +226,7 @@ def _width(routes: Sequence[Route], candidates: Mapping[int, _Candidate]) -> int
     weights = weights or [c.weight for route, c in known if route.curved and c.weight is not None]
     # Each filter of a depthwise convolution reads one channel, so that its fans say nothing of the model's width.
     weights = [(w, axes) for w, axes in weights if "e" in axes or w.dim() == 2 or w.shape[1] > 1] or weights
-    counts = Counter(side for weight, axes in weights for side in fans(axes, weight.shape))
+    counts = Counter(side for weight, axes in weights for side in sides(axes, weight.shape))
     return max(counts, key=lambda side: (counts[side], side)) if counts else None
 
 

@@ -16,7 +16,7 @@ F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 CASES = [
     *((2, *case) for case in (("ddp", "paper", F64), ("columns", "muon", F64), ("fsdp", "muon layers", F64))),
     *((4, "fsdp", name, F64) for name in ("default", "absorbed", "layers")),
-    *((4, "tensor", name, F64) for name in ("offset", "elementwise", "default layers", "muon layers")),
+    *((4, "tensor", name, F64) for name in ("offset", "sums", "default layers", "muon layers")),
     *((4, "columns", "offset", F64), (4, "hsdp", "paper", F64)),
     *((4, *case, F32) for case in (("fsdp", "paper"), ("fsdp", "default"), ("tensor", "numbers"))),
     (4, "fsdp", "muon mixed", F32),
@@ -81,16 +81,16 @@ MOVES = {
     "2 x 2 to 4": (("tensor", 4), ("fsdp", 4), {}),
 }
 # Raw weights and scales of every shape, master copies, Muon's momentum and stacks of matrices.
-MOVED = [(name, "elementwise", F32) for name in ("4 to 1", "4 to 2, flat", "replicas to columns")]
-MOVED += [("4 to 1, gathered", "elementwise", F32), ("1 to 4, gathered", "elementwise", F32)]
-MOVED += [("2 x 2 to 2 x 2", "elementwise", BF16), ("1 to 4", "default", BF16)]
-MOVED += [("4 to 2", "stochastic", BF16), ("4 to 2", "muon", F32), ("2 x 2 to 4", "layers", F32)]
-GIVEN = [("default", BF16), ("stochastic", BF16), ("default", F32)]
+MOVED = [(name, "sums", F32) for name in ("4 to 1", "4 to 2, flat", "replicas to columns")]
+MOVED += [("4 to 1, gathered", "sums", F32), ("1 to 4, gathered", "sums", F32)]
+MOVED += [("2 x 2 to 2 x 2", "sums", BF16), ("1 to 4", "default", BF16)]
+MOVED += [("4 to 2", "muon", F32), ("2 x 2 to 4", "layers", F32)]
+GIVEN = [("default", BF16), ("default", F32)]
 DETAILS = {
     "collectives": ("collectives", ("fsdp",), {}),
     "written": ("written", ("fsdp",), {}),
     "mixed": ("trajectory", ("mixed", "paper"), {}),
-    "switched": ("switched", ("fsdp",), {}),
+    "missing": ("missing", ("fsdp",), {}),
     "refused": ("refused", (), {}),
 }
 
@@ -136,7 +136,7 @@ def test_a_run_moves_to_another_number_of_processes(said, case):
     assert not differing(loaded_weights, weights)
     assert not differing(loaded_state, state)
     assert {value.dtype for value in loaded_state.values()} == {F32}
-    assert any(key.endswith(" master") for key in state) == (case[2] == BF16 and case[1] != "stochastic")
+    assert any(key.endswith(" master") for key in state) == (case[2] == BF16)
     if MOVES[case[0]][0] == MOVES[case[0]][1]:
         assert not differing(resumed_end[1], end[1])
         assert resumed_end[2] == end[2]
@@ -154,8 +154,17 @@ def test_shards_have_the_bits_of_the_whole(said, name, dtype):
             assert not differing(ours, right), shards
 
 
-def test_a_step_takes_one_all_reduce(said):
-    assert said["collectives"] == [1] * 4
+def test_a_step_takes_two_all_reduces(said):
+    """Of which parameters have gradients, and of the gradients of scales with the norm."""
+    assert said["collectives"] == [2] * 4
+
+
+def test_a_gradient_that_one_process_lacks_is_zero_there_and_one_that_all_lack_lets_the_parameter_rest(said):
+    for weights, state in said["missing"]:
+        expected, expected_state = sharded.missing("whole")
+        assert max(distances(weights, expected).values()) < 1e-9
+        assert max(distances(state, expected_state).values()) < 1e-9
+        assert float(state["5.weight step"]) == 3.0
 
 
 def test_writes_into_all_processes_and_into_one_are_adopted(said):
@@ -171,15 +180,6 @@ def test_mixed_precision_keeps_everything_of_the_optimizer_in_fp32(said, whole):
     expected = whole["paper", F32][2]
     assert losses[:5] == pytest.approx(expected[:5], rel=0.02)  # then the roundings of bfloat16 go their own way
     assert losses[:5] != pytest.approx(expected[:5], rel=1e-5)
-
-
-def test_a_switch_maps_each_process_its_part(said):
-    moments, after = sharded.switched("whole")
-    for switched in said["switched"]:
-        for pair in (*moments, *switched[0]):
-            torch.testing.assert_close(*pair, rtol=1e-12, atol=0)
-        for mine, theirs in zip(switched[1], after, strict=True):
-            assert max(distances(mine, theirs).values()) < 1e-9
 
 
 def test_a_dimension_split_in_strides_is_refused(said):

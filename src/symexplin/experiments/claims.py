@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal, NamedTuple
 
+from symexplin.checks import check_choice
 from symexplin.lab.compare.comparison import Comparison, Run, share_of_steps, steps_to
 from symexplin.lab.compare.interval import BETTER, ENOUGH_SEEDS, NO_DIFFERENCE, NOT_RESOLVED, TOO_FEW, WORSE, Interval
 from symexplin.lab.settings import Schema
-from symexplin.validation import check_choice
 
 __all__ = [
     *("MEASURES", "VERDICTS", "Claim", "ClaimVerdict", "Judgement", "PanelResult", "Verdict"),

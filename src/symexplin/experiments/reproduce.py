@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from symexplin.checks import check_choice
 from symexplin.experiments.results import append_results, check_results, earlier_runs
 from symexplin.experiments.tables import DATA, PANELS, TABLE, Panel, ScaleName, Table, load_table
 from symexplin.lab.files import read_json, write_json
 from symexplin.lab.folders import LOCK, check_resumable, check_unused, claimed
 from symexplin.lab.settings import Count, Pairs, Positive, Schema, Whole, from_table, merge
-from symexplin.validation import check_choice
 
 __all__ = ["ReproduceConfig", "plan_lines", "reproduce"]
 

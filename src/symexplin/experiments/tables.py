@@ -9,12 +9,12 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args
 
+from symexplin.checks import check_choice, naming
 from symexplin.experiments.claims import Claim, PanelResult
 from symexplin.lab.compare.comparison import Comparison
 from symexplin.lab.compare.grid import COMPARISON, CompareConfig, GridConfig
 from symexplin.lab.files import read_json
 from symexplin.lab.settings import differences, from_table, load_toml, merge, to_table
-from symexplin.validation import check_choice, naming
 
 __all__ = ["DATA", "PANELS", "SCALES", "TABLE", "Panel", "ScaleName", "Table", "load_table", "names", "read_table"]
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import torch
 
+from symexplin.checks import check_choice
 from symexplin.kernels import cpu, gpu
 from symexplin.kernels.interface import Kernels
-from symexplin.validation import check_choice
 
 __all__ = ["CHOICES", "choice", "describe", "kernels_for", "using"]
 

@@ -43,10 +43,8 @@ typedef struct {
     float *scratch, *values; /* raw gradients, or for norms sums by column; raw weights of the closed form */
     Step step;
     void *const *grads;
-    /* Of the closed form, with or without masters. `noise` has key, offset, columns and stride of each tensor if weights
-       are rounded stochastically, else it is NULL. */
+    /* Of the closed form, with or without masters. */
     int64_t plain, moves; /* moves: lr is not 0 */
-    const int64_t *noise;
     void *const *weights;
     float *const *exp_avgs, *const *exp_avg_sqs, *const *masters;
     /* Of products: factors of all rows and columns, and sums by row and column, kind by kind. */
@@ -140,29 +138,11 @@ static void copy_weights(const Call *x, int64_t item, int64_t at, int64_t count,
     }
 }
 
-/* Round with noise of 16 bits, a hash of the key and of the entry's index in the whole tensor. */
-static void round_noisily(const int64_t *noise, int64_t at, int64_t count, In from, uint16_t *restrict to) {
-    int64_t columns = noise[2], row = at / columns, column = at % columns;
-    for (int64_t run; count > 0; from += run, to += run, count -= run, column = 0) {
-        run = columns - column < count ? columns - column : count;
-        uint64_t index = (uint64_t)(noise[1] + row++ * noise[3] + column);
-        for (int64_t i = 0; i < run; i++, index++) {
-            uint32_t bits = bits_of(from[i]), high = (uint32_t)(index >> 32) * 0x9E3779B9u;
-            uint32_t hash = (uint32_t)index ^ (uint32_t)noise[0] ^ high;
-            hash = (hash ^ hash >> 16) * 0x21f0aaadu;
-            hash = (hash ^ hash >> 15) * 0x735a2d97u;
-            hash = (hash ^ hash >> 15) & 0xffffu;
-            to[i] = (bits & 0x7f800000u) == 0x7f800000u ? rounded(from[i]) : (uint16_t)((bits + hash) >> 16);
-        }
-    }
-}
-
 static void write_weights(const Call *x, int64_t item, int64_t at, int64_t count, In from) {
     uint16_t *restrict halves = (uint16_t *)x->weights[item] + at;
     if (!x->half) memcpy((float *)x->weights[item] + at, from, (size_t)count * sizeof(float));
     if (x->masters) memcpy(x->masters[item] + at, from, (size_t)count * sizeof(float));
-    if (x->noise) round_noisily(x->noise + 4 * item, at, count, from, halves);
-    for (int64_t i = 0; x->half && !x->noise && i < count; i++) halves[i] = rounded(from[i]);
+    for (int64_t i = 0; x->half && i < count; i++) halves[i] = rounded(from[i]);
 }
 
 /* The sum of the squares of raw gradients. */

@@ -6,7 +6,6 @@ PyTorch's operations (:mod:`symexplin.closed` and :mod:`symexplin.transform`) ar
 import array
 import ctypes
 import functools
-import itertools
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,7 +23,6 @@ from symexplin.kernels.interface import (
     Factors,
     Kernels,
     Matrices,
-    Noise,
     ProductPlan,
     Rates,
     Span,
@@ -65,7 +63,7 @@ class _Call(ctypes.Structure):
         ("step", _Step),
         ("grads", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("plain", "moves")),
-        *((name, ctypes.c_void_p) for name in ("noise", "weights", "exp_avgs", "exp_avg_sqs", "masters", "matrices")),
+        *((name, ctypes.c_void_p) for name in ("weights", "exp_avgs", "exp_avg_sqs", "masters", "matrices")),
         *((name, ctypes.c_int64) for name in ("magnitude", "all_rows", "all_columns")),
         *((name, ctypes.c_void_p) for name in ("of_rows", "of_columns", "by_rows", "by_columns")),
         ("next", ctypes.c_int64),
@@ -132,9 +130,9 @@ class _CpuClosedPlan(ClosedPlan):
         _set_step(self._call, self.closed, None)
         return self._library.norm(self._call, _NORM, self._all, self.grads)
 
-    def update(self, rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None) -> None:
+    def update(self, rates: Rates, clip: Tensor | None) -> None:
         _set_step(self._call, self.closed, clip, rates)
-        self._write(_STEP, self._all, noise)
+        self._library.run(self._call, _STEP, self._all, self.grads)
 
     def part(self, spans: Sequence[Span]) -> _Part:
         return _cut(spans, [1] * len(self.tensors.weights), _TILE)
@@ -146,15 +144,10 @@ class _CpuClosedPlan(ClosedPlan):
         self._library.run(self._call, _PULL, part, self.grads)
         return values, grads
 
-    def push(self, part: _Part, values: Tensor, noise: Sequence[Noise] | None = None) -> None:
+    def push(self, part: _Part, values: Tensor) -> None:
         _set_step(self._call, self.closed, None)
         self._call.values = values.data_ptr()
-        self._write(_PUSH, part, noise)
-
-    def _write(self, kind: int, part: _Part, noise: Sequence[Noise] | None) -> None:
-        line = None if noise is None else _numbers(itertools.chain.from_iterable(noise))
-        self._call.noise = _address(line)
-        self._library.run(self._call, kind, part, self.grads)
+        self._library.run(self._call, _PUSH, part, self.grads)
 
 
 class _CpuProductPlan(ProductPlan):

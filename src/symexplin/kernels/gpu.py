@@ -23,7 +23,6 @@ from symexplin.kernels.interface import (
     Factors,
     Kernels,
     Matrices,
-    Noise,
     ProductPlan,
     Rates,
     Span,
@@ -114,18 +113,15 @@ class _GpuClosedPlan(ClosedPlan):
             _launch(self._kernels.norm, group, *rest, **constants, **self._kind, ALIGNED=self._grads.aligned(group))
         return _root_of(squares)
 
-    def update(self, rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None) -> None:
+    def update(self, rates: Rates, clip: Tensor | None) -> None:
         kappa, c = self._numbers
-        decay, table = rates.lr * rates.decay, self._noise(noise)
+        decay = rates.lr * rates.decay
         numbers = _clip_coef(clip, self._device), *rates.direction(kappa), 1.0 - decay, decay, kappa, c
-        constants = {"DECAYS": decay != 0.0, "NOISE": noise is not None, "PLAIN": self.closed is None, **self._kind}
+        constants = {"DECAYS": decay != 0.0, "PLAIN": self.closed is None, **self._kind}
         for group in self._all.groups:
-            rest = self._grads.table, table, *numbers
+            rest = self._grads.table, *numbers
             flags = {**constants, **_constants(rates, clip), "ALIGNED": self._grads.aligned(group)}
             _launch(self._kernels.step, group, *rest, **flags)
-
-    def _noise(self, noise: Sequence[Noise] | None) -> Tensor | None:
-        return None if noise is None else _table(noise, self._device)
 
     def part(self, spans: Sequence[Span]) -> _Part:
         lines, tiles, sizes, at = [], [], [], 0
@@ -144,11 +140,10 @@ class _GpuClosedPlan(ClosedPlan):
             _launch(self._kernels.pull, group, *rest, **flags, **self._kind)
         return values, grads
 
-    def push(self, part: _Part, values: Tensor, noise: Sequence[Noise] | None = None) -> None:
-        rest = values, self._noise(noise), *self._numbers
+    def push(self, part: _Part, values: Tensor) -> None:
         for group in part.groups:
-            flags = {"NOISE": noise is not None, "ALIGNED": group.is_aligned}
-            _launch(self._kernels.push, group, *rest, **flags, **self._kind)
+            rest = values, *self._numbers
+            _launch(self._kernels.push, group, *rest, ALIGNED=group.is_aligned, **self._kind)
 
 
 class _GpuProductPlan(ProductPlan):

@@ -197,40 +197,21 @@ def _moved(size, x, c):
 
 
 @triton.jit
-def _rounded_noisily(noise, at, v):
-    """Return the bits of bfloat16 rounded with noise: a hash of the key and the entry's index in the whole tensor."""
-    key, offset = tl.load(noise).to(tl.uint32), tl.load(noise + 1)
-    columns, stride = tl.load(noise + 2), tl.load(noise + 3)
-    index = offset + at // columns * stride + at % columns
-    x = index.to(tl.uint32) ^ key ^ ((index >> 32).to(tl.uint32) * 0x9E3779B9)
-    x = (x ^ (x >> 16)) * 0x21F0AAAD
-    x = (x ^ (x >> 15)) * 0x735A2D97
-    x = (x ^ (x >> 15)) & 0xFFFF
-    bits = v.to(tl.uint32, bitcast=True)
-    special = (bits & 0x7F800000) == 0x7F800000
-    return tl.where(special, _rounded(v), ((bits + x) >> 16).to(tl.int16))
-
-
-@triton.jit
 def _write_weights(
-    line, noise, at, inside, v,
-    HALF: tl.constexpr, MASTERS: tl.constexpr, NOISE: tl.constexpr, ALIGNED: tl.constexpr,
+    line, at, inside, v, HALF: tl.constexpr, MASTERS: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
-    """Write weights and their masters; `noise` has four numbers of the tensor with NOISE."""
+    """Write weights and their masters."""
     if MASTERS:
         _write(line + _MASTER, at, inside, v, False, ALIGNED)
-    if NOISE:
-        tl.store(_pointer(line + _WEIGHT, tl.int16, ALIGNED) + at, _rounded_noisily(noise, at, v), mask=inside)
-    else:
-        _write(line + _WEIGHT, at, inside, v, HALF, ALIGNED)
+    _write(line + _WEIGHT, at, inside, v, HALF, ALIGNED)
 
 
 @triton.jit
 def step(
-    table, tiles, grads, noise, clip, lerp_weight, beta2, one_minus_beta2, sqrt_scale, eps, one_minus_decay, decay,
+    table, tiles, grads, clip, lerp_weight, beta2, one_minus_beta2, sqrt_scale, eps, one_minus_decay, decay,
     kappa, c,
     FROM_GRAD: tl.constexpr, CLIPS: tl.constexpr, DECAYS: tl.constexpr, MOVES: tl.constexpr, PLAIN: tl.constexpr,
-    HALF: tl.constexpr, MASTERS: tl.constexpr, NOISE: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    HALF: tl.constexpr, MASTERS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Apply AdamW to weights in place."""
     line, item, at, _scratch, inside = _tile(table, tiles, TILE, ALIGNED)
@@ -254,7 +235,7 @@ def step(
             if DECAYS:
                 x -= decay * _log1p(size / c)
             v = _flipped(_moved(size, x, c), v)
-        _write_weights(line, noise + 4 * item if NOISE else noise, at, inside, v, HALF, MASTERS, NOISE, ALIGNED)
+        _write_weights(line, at, inside, v, HALF, MASTERS, ALIGNED)
 
 
 @triton.jit
@@ -279,15 +260,15 @@ def pull(
 
 @triton.jit
 def push(
-    table, tiles, values, noise, kappa, c,
-    HALF: tl.constexpr, MASTERS: tl.constexpr, NOISE: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    table, tiles, values, kappa, c,
+    HALF: tl.constexpr, MASTERS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the weights of new raw weights, by their differences from those of `pull`."""
-    line, item, at, scratch, inside = _tile(table, tiles, TILE, ALIGNED)
+    line, _item, at, scratch, inside = _tile(table, tiles, TILE, ALIGNED)
     v = _value(line, at, inside, HALF, MASTERS, ALIGNED)
     after = tl.load(values + scratch, mask=inside, other=0.0)
     v = _flipped(_moved(tl.abs(v), kappa * _flipped(after - _raw_of(v, kappa, c), v), c), v)
-    _write_weights(line, noise + 4 * item if NOISE else noise, at, inside, v, HALF, MASTERS, NOISE, ALIGNED)
+    _write_weights(line, at, inside, v, HALF, MASTERS, ALIGNED)
 
 
 # ---- maps of row and column factors: see cpu.c for the formulas ----

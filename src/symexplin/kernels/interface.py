@@ -21,7 +21,6 @@ __all__ = [
     "Factors",
     "Kernels",
     "Matrices",
-    "Noise",
     "ProductPlan",
     "Rates",
     "Span",
@@ -32,7 +31,6 @@ __all__ = [
     "matrix_shape",
 ]
 
-Noise = tuple[int, int, int, int]  # key, offset, columns and stride, see symexplin.rounding
 Span = tuple[int, int, int]  # entries, in the order of memory, or rows of a tensor: its index, the first and the end
 Factors = tuple[Tensor, Tensor]  # kappa, c and lambda of all rows and of all columns: (3, rows) and (3, columns)
 _Form = tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]  # of a tensor; the last are its strides
@@ -245,11 +243,8 @@ class ClosedPlan(_Plan, ABC):
     def _norm(self) -> Tensor: ...
 
     @abstractmethod
-    def update(self, rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None) -> None:
-        """Apply AdamW in place, with the gradients times `clip`. With lr 0 only the moments change.
-
-        Weights in bfloat16 are rounded from their masters or, without masters, with `noise`.
-        """
+    def update(self, rates: Rates, clip: Tensor | None) -> None:
+        """Apply AdamW in place, with the gradients times `clip`. With lr 0 only the moments change."""
 
     @abstractmethod
     def part(self, spans: Sequence[Span]) -> Any:
@@ -260,7 +255,7 @@ class ClosedPlan(_Plan, ABC):
         """Return the raw weights of a part, and their gradients times `clip`, one span after the other."""
 
     @abstractmethod
-    def push(self, part: Any, values: Tensor, noise: Sequence[Noise] | None = None) -> None:
+    def push(self, part: Any, values: Tensor) -> None:
         """Write the weights of new raw ones; a weight whose raw one is that of :meth:`pull` keeps its bits."""
 
 

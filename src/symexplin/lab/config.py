@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from symexplin.checks import check_positive, check_whole
 from symexplin.lab.maps import CurveConfig, map_of
 from symexplin.lab.settings import Count, Fraction, NotNegative, Pairs, Positive, Schema, Whole
-from symexplin.validation import check_positive, check_whole
 
 if TYPE_CHECKING:
     import torch

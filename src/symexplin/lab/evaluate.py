@@ -6,10 +6,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from symexplin.checks import check_not_negative, check_whole
 from symexplin.lab.data.tokenizer import Tokenizer
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks
-from symexplin.validation import check_not_negative, check_whole
 
 __all__ = ["evaluate", "sample"]
 

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import filelock
 
+from symexplin.checks import naming
 from symexplin.lab.files import damaged, read_json
 from symexplin.lab.settings import Schema, differences, from_table, load_toml
-from symexplin.validation import naming
 
 __all__ = [
     *("CONFIG", "FACTS", "LOCK", "METRICS", "RESULT", "TIMING", "TOKENIZER", "Recorder"),

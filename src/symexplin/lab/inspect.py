@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from symexplin.checks import naming
 from symexplin.config import SELConfig
 from symexplin.curve import Curved, Map
 from symexplin.lab.files import format_columns
@@ -26,7 +27,6 @@ from symexplin.lab.weights import is_raw, iter_tensors, read_map
 from symexplin.modes import Scales
 from symexplin.routes import Routing, routing
 from symexplin.transform import compute_dtype, forward, tolerance
-from symexplin.validation import naming
 
 __all__ = ["Inspection", "Row", "curved_in", "curved_matrices", "format_inspection", "inspect_file", "xavier_bound"]
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import symexplin as sel
+from symexplin.checks import naming
 from symexplin.lab.settings import Count, Pairs, Schema
 from symexplin.presets import PRESETS
-from symexplin.validation import naming
 
 __all__ = ["CurveConfig", "map_of", "named_map"]
 

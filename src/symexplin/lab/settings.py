@@ -24,7 +24,7 @@ import docstring_parser
 import tomli_w
 from cyclopts import CoercionError, Group, Parameter, Token
 
-from symexplin.validation import (
+from symexplin.checks import (
     check_choice,
     check_fraction,
     check_not_negative,

@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from symexplin.checks import naming
 from symexplin.config import SELConfig
 from symexplin.lab.checkpoint import (
     STATE,
@@ -32,7 +33,6 @@ from symexplin.lab.folders import FACTS, RESULT, TOKENIZER
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.parallel import Ranks, placed
 from symexplin.modules import convert, fold
-from symexplin.validation import naming
 
 __all__ = [
     *("MODEL", "OPTIMIZER", "Trained", "digest_of", "find_weights", "is_raw", "iter_tensors"),

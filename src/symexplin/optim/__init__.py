@@ -4,10 +4,8 @@ from symexplin.optim.adamw import SELAdamW
 from symexplin.optim.annealing import ScaleAnnealing, anneal_scales
 from symexplin.optim.entry import Leaf
 from symexplin.optim.groups import param_groups
-from symexplin.optim.migrate import from_adamw, to_adamw
 from symexplin.optim.optimizer import RawSpaceOptimizer
 from symexplin.optim.stats import stats
-from symexplin.optim.suggest import suggest_lr
 
 __all__ = [
     "RawSpaceOptimizer",
@@ -15,9 +13,6 @@ __all__ = [
     "ScaleAnnealing",
     "Leaf",
     "anneal_scales",
-    "from_adamw",
     "param_groups",
     "stats",
-    "suggest_lr",
-    "to_adamw",
 ]

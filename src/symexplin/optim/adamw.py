@@ -7,15 +7,14 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from symexplin.checks import check_not_negative
 from symexplin.config import SELConfig
 from symexplin.kernels.interface import is_dense, is_memory
-from symexplin.optim.checks import check_arguments
 from symexplin.optim.entry import Leaf
 from symexplin.optim.groups import Group
 from symexplin.optim.optimizer import RawSpaceOptimizer
 from symexplin.optim.scales import ADAMW
 from symexplin.routes import Rate
-from symexplin.validation import check_not_negative
 
 __all__ = ["SELAdamW"]
 
@@ -47,17 +46,12 @@ class SELAdamW(RawSpaceOptimizer):
             :func:`symexplin.param_groups`.
         total_steps: T of the annealing, the number of optimizer steps of the run; needed if a multiplier changes.
             "later": :meth:`set_total_steps` must be called before the second step.
-        stochastic_rounding: round bfloat16 parameters stochastically instead of keeping a float32 master copy, which
-            saves 4 bytes per parameter. The noise is a hash of the seed, the parameter, the step and the entry. For
-            maps in closed form (mode "exp_only", "sinh" or "linear" with fixed scales) and plain parameters.
         max_grad_norm: clip raw gradients to this global norm; None: do not clip. Clipping the model's `.grad` would
             clip effective gradients. `grad_norm` is the norm of the last step.
-        others: torch's switches (`amsgrad`, `capturable`, `differentiable`, `maximize`), which may be off.
 
     Raises:
-        TypeError: an unknown argument.
-        ValueError: a switch that is on, `foreach` or `fused`, a value out of range, no curved group, a multiplier that
-            changes without `total_steps`, or at the first step a weight that has no raw weight to be stored.
+        ValueError: a value out of range, no curved group, a multiplier that changes without `total_steps`, or at the
+            first step a weight that has no raw weight to be stored.
 
     >>> import torch
     >>> import symexplin as sel
@@ -84,13 +78,9 @@ class SELAdamW(RawSpaceOptimizer):
         no_decay: Sequence[str] = (),
         total_steps: int | str | None = None,
         max_grad_norm: float | None = None,
-        stochastic_rounding: bool = False,
-        **others: Any,
     ) -> None:
-        check_arguments(type(self), others)
         rule: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         shared = {"total_steps": total_steps, "max_grad_norm": max_grad_norm}
-        shared |= {"stochastic_rounding": stochastic_rounding}
         super().__init__(params, rule | shared, config, no_decay)
 
     def check_group(self, group: dict[str, Any]) -> None:

@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 
+from symexplin.checks import LATER, check_whole
 from symexplin.functional import anneal
-from symexplin.validation import check_whole
 
-__all__ = ["LATER", "ScaleAnnealing", "anneal_scales", "multiplier", "multipliers"]
-
-LATER = "later"  # total_steps before set_total_steps
+__all__ = ["ScaleAnnealing", "anneal_scales", "multiplier", "multipliers"]
 
 _ATTRIBUTE = "_symexplin_annealing"
 _anneal = functools.lru_cache(maxsize=64)(anneal)  # all scales of a role have the same k in a step

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from symexplin import rounding
 from symexplin.curve import Curved
 from symexplin.optim.entry import Entry, Leaf, Moments, clipped
+from symexplin.optim.groups import rate_of
 
 __all__ = ["Batch", "FormulaBatch", "Rule", "runs"]
 
@@ -41,7 +41,7 @@ class Batch:
     @property
     def lr(self) -> float:
         """The learning rate of the weights."""
-        return float(self.group["lr"])
+        return rate_of(self.group)
 
     @property
     def chunk(self) -> int:
@@ -117,10 +117,7 @@ def _write(entry: Entry, value: Tensor, before: Tensor | None) -> None:
         value = entry.closed.move(entry.weight(), value - before)
     if "master" in entry.state:
         entry.own("master").copy_(value)
-    if entry.rounds:
-        rounding.round_(entry.value, value, *entry.noise())
-    else:
-        entry.value.copy_(value)
+    entry.value.copy_(value)
 
 
 def runs(sizes: Sequence[int], room: int) -> Iterator[tuple[int, int]]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from symexplin.kernels import kernels_for
 from symexplin.kernels.interface import is_dense, is_memory, is_plain
 from symexplin.optim.batch import Batch, FormulaBatch, Rule
-from symexplin.optim.entry import COUNTS, Entry, moment_key
+from symexplin.optim.entry import Entry, moment_key
 from symexplin.optim.kernel_batches import ClosedBatch, ProductBatch
 from symexplin.optim.shard import local
 from symexplin.products import is_product
@@ -27,8 +27,8 @@ class Batches:
         self._signature = _signature(entries, self._parts)
         alike: dict[Any, list[Entry]] = {}
         for entry in entries:
-            place = id(entry.group), entry.value.dtype, entry.value.device, entry.shard.groups, entry.rounds
-            alike.setdefault((_kind_of(entry, rule), *place, _counts(entry)), []).append(entry)
+            place = id(entry.group), entry.value.dtype, entry.value.device, entry.shard.groups
+            alike.setdefault((_kind_of(entry, rule), *place, float(entry.state["step"])), []).append(entry)
         self._batches = [_batch_of(kind, chosen, rule) for (kind, *_), chosen in alike.items()]
 
     def __iter__(self) -> Iterator[Batch]:
@@ -36,8 +36,8 @@ class Batches:
 
     def serve(self, entries: Sequence[Entry], rule: Rule) -> bool:
         """Whether the cached batches are still valid for these entries."""
-        alike = all(len(set(map(_counts, batch.entries))) == 1 for batch in self._batches)
-        return alike and self._rule == rule and self._signature == _signature(entries, self._parts)
+        alike = (len({float(entry.state["step"]) for entry in batch.entries}) == 1 for batch in self._batches)
+        return all(alike) and self._rule == rule and self._signature == _signature(entries, self._parts)
 
 
 def _batch_of(kind: Any, entries: Sequence[Entry], rule: Rule) -> Batch:
@@ -51,14 +51,10 @@ def _signature(entries: Sequence[Entry], parts: Sequence[Tensor]) -> list[Any]:
     """Return everything that the batches depend on, except the counts."""
     kernels = {device: kernels_for(device) for device in {entry.value.device for entry in entries}}
     grads: list[Any] = [entry.parameter.grad for entry in entries]
-    kinds = [(type(grad), grad.layout, grad.dtype) for grad in grads]
+    kinds = [None if grad is None else (type(grad), grad.layout, grad.dtype) for grad in grads]
     state = [list(map(id, entry.state.values())) for entry in entries]
     memory = list(map(Tensor.data_ptr, parts)), list(map(Tensor.numel, parts))
     return [kernels, list(entries), kinds, state, memory]
-
-
-def _counts(entry: Entry) -> tuple[float, ...]:
-    return tuple(float(entry.state[key]) for key in COUNTS if key in entry.state)
 
 
 def _kind_of(entry: Entry, rule: Rule) -> Any:
@@ -67,10 +63,8 @@ def _kind_of(entry: Entry, rule: Rule) -> Any:
         return None
     if entry.shard.groups and not rule.elementwise:
         return None  # a rule may gather, so all processes must pass leaves in one order, even with an empty part
-    if entry.value.numel() == 0:
-        return None  # a process may have no part of a tensor
-    if entry.rounds and not entry.value.is_contiguous():
-        return None  # kernels would count its entries, for the noise, in the order of memory
+    if entry.value.numel() == 0 or entry.parameter.grad is None:
+        return None  # another process has the whole tensor, or its gradient
     names = [*rule.moments(entry.kind, entry.axes), *(key for key in ("raw", "master") if key in entry.state)]
     if not _is_usual(entry, names, rule):
         return None

@@ -4,8 +4,7 @@ A raw weight is stored only where it does not follow from the weight in closed f
 numbers only, beside "step" and the moments of its weight ("exp_avg", ...):
 
     closed form, or plain    nothing; "master" in half precision: a float32 copy of the (effective) weight
-    other maps               "raw", and for each learned scale its tensor "e_row", its moments "e_row_exp_avg", ...
-                             and their number of updates "scale_step"
+    other maps               "raw", and for each learned scale its tensor "e_row" and its moments "e_row_exp_avg", ...
 """
 
 import math
@@ -17,19 +16,17 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from symexplin import rounding
+from symexplin.checks import naming
 from symexplin.closed import Closed
 from symexplin.curve import Curved, Map, ScaleTensor
 from symexplin.optim.annealing import multiplier
-from symexplin.optim.groups import Group, config_of, is_curved, map_of, name_of
+from symexplin.optim.groups import Group, config_of, is_curved, map_of, name_of, rate_of
 from symexplin.optim.shard import WHOLE, Shard, address, is_dtensor, local, shard_of
 from symexplin.transform import compute_dtype
-from symexplin.validation import naming
 
-__all__ = ["COUNTS", "Entry", "Leaf", "Moments", "clipped", "flat", "moment_key"]
+__all__ = ["Entry", "Leaf", "Moments", "clipped", "flat", "moment_key", "shapes_of"]
 
-_VALUES = ("raw", "master")  # copies of a parameter in its state
-COUNTS = ("step", "scale_step")  # numbers of updates in a parameter's state: of its weight and of its scales
+_OTHERS = ("step", "raw", "master")  # keys of a state beside moments and scales
 
 # Maps the kind of a leaf and its axes to the names of its moments.
 Moments = Callable[[str, str], Iterable[str]]
@@ -104,8 +101,6 @@ class Entry:
         self._address = address(self.parameter)
         self.dtype = compute_dtype(self.parameter)  # of the state
         self.is_half = self.parameter.dtype != self.dtype
-        # Whether the parameter is rounded stochastically instead of having a master copy.
-        self.rounds = bool(group["stochastic_rounding"]) and self.parameter.dtype == torch.bfloat16
         self.closed: Closed | None = None
         self.scales: dict[str, tuple[ScaleTensor, Shard]] = {}  # the learned ones, whole, with their placements
         if self.curved:
@@ -150,7 +145,8 @@ class Entry:
     def gradient(self) -> Tensor:
         """Return the gradient of the local part in the memory format of the values."""
         grad = self.parameter.grad
-        assert grad is not None
+        if grad is None:  # another process has one
+            return torch.zeros_like(self.value)
         if grad.is_sparse:
             raise ValueError(f"{self.name}: sparse gradients are not supported: set sparse=False in the embedding")
         if self.shard.mesh is not None and tuple(grad.placements) != self.shard.spec:  # type: ignore[attr-defined]
@@ -175,7 +171,7 @@ class Entry:
             name=self.name,
             value=value,
             grad=grad,
-            lr=float(self.group["lr"]),
+            lr=rate_of(self.group),
             weight_decay=float(self.group["weight_decay"]),
             step=float(self.state["step"]),
             shape=self.shape,
@@ -193,8 +189,8 @@ class Entry:
         """Return the learned scales for a rule; their gradients must have been pulled."""
         if not self.scales:
             return []
-        names, step = moments("scale", ""), float(self.state["scale_step"])
-        lr, decay = float(self.group["lr"]), float(self.group["weight_decay"])
+        names, step = moments("scale", ""), float(self.state["step"])
+        lr, decay = rate_of(self.group), float(self.group["weight_decay"])
         leaves = []
         for name, (tensor, shard) in self.scales.items():
             value, rate = self.own(name), lr * tensor.lr_scale * multiplier(f"k_{tensor.role}", self.group)
@@ -213,12 +209,6 @@ class Entry:
             leaves.append(leaf)
         return leaves
 
-    def noise(self) -> tuple[int, int, int, int]:
-        """Return the key and the span of the noise of stochastic rounding, see :mod:`symexplin.rounding`."""
-        position = self.group["position"][self.index] if "position" in self.group else self.index
-        key = rounding.key_of(self.group.get("seed", 0), position, int(self.state["step"]))
-        return key, *rounding.span(tuple(self.value.shape), self.shape, self.shard.starts(self.shape))
-
     # ---- state ----
 
     def create_state(self, moments: Moments) -> None:
@@ -228,7 +218,6 @@ class Entry:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             self._create_moments("weight", self.value, moments(self.kind, self.axes))
             if self.scales:
-                state["scale_step"] = state["step"].clone()
                 position = self.group["position"][self.index]  # initialized whole, to be independent of the sharding
                 first = map_of(self.group, self.index, self.shape).start(self.dtype, self.value.device, position)
                 for name, (tensor, shard) in self.scales.items():
@@ -237,7 +226,7 @@ class Entry:
                     self._create_moments(name, value, moments("scale", ""))
             if self.is_stored:
                 state["raw"] = self.shard.wrap(self._inverse(), self.shape)
-        if self.is_half and not self.is_stored and not self.rounds and "master" not in state:
+        if self.is_half and not self.is_stored and "master" not in state:
             state["master"] = self.shard.wrap(self.value.to(self.dtype), self.shape)
 
     def _inverse(self) -> Tensor:
@@ -248,7 +237,7 @@ class Entry:
     def _create_moments(self, leaf: str, like: Tensor, names: Iterable[str]) -> None:
         shard, shape = self._placement(leaf)
         for name in names:
-            if name in (*COUNTS, *_VALUES, *self.scales):
+            if name in (*_OTHERS, *self.scales):
                 raise ValueError(
                     f"moments must not be called {name!r}, which is another tensor in the state of {self.name}: take a "
                     "name such as 'exp_avg'"
@@ -266,12 +255,12 @@ class Entry:
     def adopt(self, key: str, value: Any) -> Any:
         """Return a copy of a saved value of the state with the dtype, device and placement of this state.
 
-        Counts may be numbers. Other values that are not tensors belong to user code, and are returned unchanged.
+        "step" may be a number. Other values that are not tensors belong to user code, and are returned unchanged.
 
         Raises:
             ValueError: the saved tensor is a DTensor with another placement than the parameter.
         """
-        if key in COUNTS:
+        if key == "step":
             return torch.as_tensor(value, dtype=torch.float32, device="cpu").detach().clone()
         if not isinstance(value, Tensor):
             return value
@@ -285,6 +274,20 @@ class Entry:
                 )
             return value
         return shard.wrap(shard.cut(value), shape)
+
+
+def shapes_of(group: Group, i: int, moments: Moments) -> dict[str, Sequence[int]]:
+    """Return the shapes of the whole tensors in the state of parameter i of a group, without "master"."""
+    shape = tuple(group["params"][i].shape)
+    shapes: dict[str, Sequence[int]] = {"step": ()}
+    if not is_curved(group):
+        return shapes | dict.fromkeys(moments("plain", ""), shape)
+    spec = map_of(group, i, shape)
+    shapes |= dict.fromkeys(moments("raw", spec.axes), shape) | ({} if spec.is_closed else {"raw": shape})
+    for tensor in spec.tensors:
+        shapes |= {tensor.name: tensor.shape}
+        shapes |= {moment_key(tensor.name, moment): tensor.shape for moment in moments("scale", "")}
+    return shapes
 
 
 def in_format_of(value: Tensor, tensor: Tensor) -> Tensor:

@@ -1,21 +1,19 @@
 """Parameter groups: for SELAdamW over a plain model, or for any torch optimizer over a converted one."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from symexplin.checks import check_flag
 from symexplin.config import SELConfig
 from symexplin.curve import CurvedBase, Map
-from symexplin.optim.suggest import warn_of_scales
 from symexplin.routes import Rate, Route, Routing, check_model, routing
-from symexplin.validation import check_flag
 
-__all__ = ["ALIGNED", "Group", "config_of", "is_curved", "map_of", "name_of", "param_groups"]
+__all__ = ["Group", "config_of", "is_curved", "map_of", "name_of", "param_groups", "rate_of"]
 
 Group = dict[str, Any]
-ALIGNED = ("axes", "position", "shape")  # lists of a curved group with one entry per parameter
 
 
 def param_groups(
@@ -39,7 +37,8 @@ def param_groups(
     Args:
         model: the model; frozen parameters are left out.
         lr: peak learning rate, before multipliers; needed if scales are learned. A number, or {name pattern: number}
-            as in :func:`symexplin.routing`.
+            as in :func:`symexplin.routing`. All groups of a plain model then have one "lr", that of the last pattern,
+            and a key "lr_factor" that the optimizer multiplies, so that one schedule fits all of them.
         weight_decay: decay of raw weights, raw biases, plain parameters and the scales e, l, s; None: the optimizer's.
             m, n and delta have none. A number, or {name pattern: number}.
         config: the map, only for a plain model; a converted model contains it.
@@ -55,8 +54,9 @@ def param_groups(
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     >>> [(group["role"], len(group["params"])) for group in param_groups(model, lr=1e-3)]
     [('curved', 2), ('plain', 2)]
-    >>> [group["lr"] for group in param_groups(model, lr={"1.*": 3e-3, "*": 1e-3})]
-    [0.001, 0.003]
+    >>> groups = param_groups(model, lr={"1.*": 3e-3, "*": 1e-3})
+    >>> [(group["lr"], group["lr_factor"]) for group in groups]
+    [(0.001, 1.0), (0.001, 3.0)]
     """
     check_model(model)
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
@@ -81,7 +81,9 @@ def param_groups(
             role = roles.get(id(route.parameter), _Role("curved" if route.curved and curved else "plain"))
             group = groups.setdefault((role, route.lr, route.weight_decay), {"role": role.name, "params": []})
             _add(group, route)
-    finished = [_finish(group, role, lr, decay, table, converted) for (role, lr, decay), group in groups.items()]
+    finished = [_finish(group, role, rate, decay, table, converted) for (role, rate, decay), group in groups.items()]
+    if isinstance(lr, Mapping) and not converted:
+        _factor(finished, lr)
     if not curved:
         keys = ("params", "lr", "weight_decay")
         return [{key: group[key] for key in keys if key in group} for group in finished]
@@ -132,16 +134,24 @@ def _finish(group: Group, role: _Role, lr: float | None, decay: float | None, ta
     if converted:
         del group["position"]
         k = (1.0, 1.0) if role.config is None else getattr(role.config, role.name).multiplier(lr)
-        if lr is not None and role.config is not None:
-            warn_of_scales(role.name, max(k) * role.lr_scale * lr)
         group["k"] = [role.lr_scale * end for end in k]
-    else:
-        group["seed"] = table.config.seed
-        if is_curved(group):
-            group |= {"config": table.config.to_json(), "width": table.width}
-            group |= {f"k_{scale}": list(k) for scale, k in table.config.multipliers(lr).items()}
+    elif is_curved(group):
+        group |= {"config": table.config.to_json(), "width": table.width}
+        group |= {f"k_{scale}": list(k) for scale, k in table.config.multipliers(lr).items()}
     given = {"lr": lr, "weight_decay": decay}
     return group | {key: value for key, value in given.items() if value is not None}
+
+
+def _factor(groups: Sequence[Group], rates: Mapping[str, float]) -> None:
+    """Give all groups the rate of the last pattern, or the largest if that is 0, and their own as a factor."""
+    base = list(map(float, rates.values()))[-1] or max(map(float, rates.values())) or 1.0
+    for group in groups:
+        group |= {"lr": base, "lr_factor": group["lr"] / base}
+
+
+def rate_of(group: Group) -> float:
+    """Return the present learning rate of a group's weights."""
+    return float(group["lr"]) * float(group.get("lr_factor", 1.0))
 
 
 def is_curved(group: Group) -> bool:

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from symexplin.curve import in_dims, out_dims, stack_dims, stack_size
+from symexplin.curve import outputs_first, stack_size
 from symexplin.kernels.interface import Delta, Kernels, Matrices, Span, Tensors, matrix_shape
 from symexplin.optim.batch import Batch, Rule, runs
 from symexplin.optim.entry import Entry, Leaf, flat
 from symexplin.optim.scales import ADAMW, JoinedScales, rates_of
-from symexplin.products import outputs_first
 
 __all__ = ["ClosedBatch", "ProductBatch"]
 
@@ -58,15 +57,14 @@ class ClosedBatch(Batch):
 
     def step(self, clip: Tensor | None) -> Iterator[list[Leaf]]:
         """See :meth:`Batch.step`."""
-        noise = [entry.noise() for entry in self.entries] if self.entries[0].rounds else None
         if self.rule.is_adamw:
-            self._plan.update(rates_of(self.entries[0], "step"), clip, noise)
+            self._plan.update(rates_of(self.entries[0]), clip)
         else:
             for part, spans in self._chunks or self._cut():
                 values, grads = self._plan.pull(part, clip)
                 yield list(_leaves(self, spans, values, grads))
                 if self.lr != 0.0:
-                    self._plan.push(part, values, noise)
+                    self._plan.push(part, values)
                 del values, grads
         del self._grads  # its memory belongs to the user
         torch.autograd.graph.increment_version([entry.value for entry in self.entries])
@@ -137,7 +135,7 @@ class ProductBatch(Batch):
         factors = self._scales.for_kernels(self._scales.factors(self._scales.learned()))
         self._deltas.read()
         if self.rule.is_adamw and self._plan.fused:
-            self._plan.update(rates_of(self.entries[0], "step"), clip, factors)
+            self._plan.update(rates_of(self.entries[0]), clip, factors)
         else:
             for part, spans in self._chunks or self._cut():
                 yield list(_leaves(self, spans, None, self._plan.pull(part, clip)))
@@ -235,14 +233,13 @@ def _in_memory(entry: Entry, factors: Sequence[Tensor]) -> list[tuple[Tensor, Te
     """Return the LoRA factors of each matrix, that along rows before that along columns."""
     if not factors:
         return []
-    parts = zip(*(factor.unbind() if stack_dims(entry.axes) else (factor,) for factor in factors), strict=True)
-    pairs = [(a.flatten(0, -2), b.flatten(1)) for a, b in parts]
+    pairs = list(zip(*(_matrices(entry.axes, factor) for factor in factors), strict=True))
     return pairs if outputs_first(entry.axes) else [(b.mT, a.mT) for a, b in pairs]
 
 
 def _width(entry: Entry) -> int:
-    """Return the size of a row: of a matrix, of one in a stack, or of an output of a convolution."""
-    return math.prod(entry.value.shape[2 if stack_dims(entry.axes) else 1 :])
+    """Return the size of a row of a matrix, or of one in a stack."""
+    return math.prod(entry.value.shape[2 if "e" in entry.axes else 1 :])
 
 
 def _starts(entry: Entry) -> range:
@@ -251,9 +248,5 @@ def _starts(entry: Entry) -> range:
 
 
 def _matrices(axes: str, tensor: Tensor) -> list[Tensor]:
-    """Return the matrices of a tensor, as views of its memory with two dimensions, or the vector of a bias."""
-    if len(axes) <= 2 and "e" not in axes:
-        return [tensor]  # the usual case, for speed
-    parts = tensor.unbind() if stack_dims(axes) else (tensor,)
-    first = len(out_dims(axes)) if outputs_first(axes) else len(in_dims(axes))
-    return [part.flatten(first).flatten(0, first - 1) if part.dim() > 2 else part for part in parts]
+    """Return the matrices of a tensor, or the vectors of biases, as views of its memory."""
+    return list(tensor.unbind()) if "e" in axes else [tensor]

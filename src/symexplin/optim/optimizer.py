@@ -10,34 +10,29 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from symexplin.checks import LATER, check_curved, check_flag, check_group, check_saved, check_whole, plain, warn
 from symexplin.config import SELConfig
 from symexplin.curve import Curved
-from symexplin.optim.annealing import LATER, multipliers
+from symexplin.optim.annealing import multipliers
 from symexplin.optim.batch import Rule
 from symexplin.optim.batches import Batches
-from symexplin.optim.checks import (
-    check_curved,
-    check_finite,
-    check_gradients,
-    check_lists,
-    check_saved,
-    check_settings,
-)
-from symexplin.optim.entry import COUNTS, Entry, Leaf
-from symexplin.optim.groups import Group, config_of, is_curved, param_groups
-from symexplin.optim.shard import Groups, global_norm
+from symexplin.optim.entry import Entry, Leaf, shapes_of
+from symexplin.optim.groups import Group, config_of, is_curved, param_groups, rate_of
+from symexplin.optim.shard import Groups, any_process, global_norm, local
 from symexplin.optim.writes import Writes
-from symexplin.presets import refuse_map
-from symexplin.validation import check_flag, check_whole, plain
 
 __all__ = ["RawSpaceOptimizer", "map_lines"]
 
 _OWN = ("total_steps", "max_grad_norm")  # settings that a loaded state does not change
 # Settings of every optimizer, which a subclass may leave out of its defaults.
-_SETTINGS = {"weight_decay": 0.0, "total_steps": None, "max_grad_norm": None, "stochastic_rounding": False}
+_SETTINGS = {"weight_decay": 0.0, "total_steps": None, "max_grad_norm": None}
 _NO_GRAPH = (
     "step must be called outside of a CUDA graph: rates and counts are Python numbers, which a graph would repeat. "
     "Capture forward and backward alone; a step takes a few launches"
+)
+_NO_GRADIENT = (
+    "no parameter has a gradient at the first step: build the optimizer after fully_shard, over the model that is "
+    "trained, and call backward() before step()"
 )
 _LOOK_EVERY = 100  # steps between checks of the norm on an accelerator, since each waits for the device
 
@@ -67,18 +62,14 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         no_decay: Sequence[str] = (),
     ) -> None:
         defaults = plain(defaults | {key: value for key, value in _SETTINGS.items() if key not in defaults})
-        for key, value in defaults.items():
-            refuse_map(key, value)
         is_model = isinstance(params, nn.Module)
         if is_model:
             given = {key: defaults[key] for key in ("lr", "weight_decay")}
             params = param_groups(params, **given, config=config, no_decay=no_decay)
-        if not isinstance(params, Iterable):
-            raise ValueError(f"params must be the model, got {type(params).__name__}")
-        params = list(params)  # may be an iterator
-        check_curved(type(self).__name__, params)
+        params = list(params) if isinstance(params, Iterable) else [params]
+        check_curved(params)
         if not is_model and (config is not None or no_decay):
-            raise ValueError("config and no_decay go with a model; symexplin.param_groups takes them for groups")
+            raise ValueError("config and no_decay must be given with a model, got groups")
         super().__init__(params, defaults)
         rates = {group["lr"] for group in self.param_groups}
         if len(rates) == 1:  # the peak rate for schedulers such as transformers' polynomial one
@@ -122,15 +113,15 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             multipliers(group)  # raises before anything has changed, if T is missing
         fresh = not any(self.state.values())
-        if self.grad_norm is None:  # the first step since it was built or loaded
-            check_gradients(self.param_groups)
         entries = self._current_entries()
+        if self.grad_norm is None and all(entry.parameter.grad is None for entry in entries):
+            warn(_NO_GRADIENT)  # at the first step since it was built or loaded
         self._writes.adopt(entries)
-        active = [entry for entry in entries if entry.parameter.grad is not None]
+        active = _active(entries)
         rule = self._rule()
         if not self._batches.serve(active, rule):
             self._batches = Batches(active, rule)
-        self.grad_norm = norm = _norm(active, self._batches)
+        self.grad_norm = norm = _norm(entries, active, self._batches)
         clip = self._clip(entries, norm)
         if not (fresh and self._is_idle(norm)):
             _count(active)
@@ -169,7 +160,9 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         """
         max_norm, step = self.param_groups[0]["max_grad_norm"], self._steps() + 1
         if not self._diverged and (norm.device.type == "cpu" or step % _LOOK_EVERY == 0):
-            self._diverged = not check_finite(norm, entries, step)
+            self._diverged = not bool(norm.isfinite())
+            if self._diverged:
+                warn(f"step {step}: {_not_finite(entries)} is not finite")
         return None if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
     def _is_idle(self, norm: Tensor) -> bool:
@@ -177,7 +170,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
         Counting such a step would shift the annealing and the bias correction of empty moments.
         """
-        return all(float(group["lr"]) == 0.0 for group in self.param_groups) and float(norm) == 0.0
+        return all(rate_of(group) == 0.0 for group in self.param_groups) and float(norm) == 0.0
 
     def _steps(self) -> int:
         return max(int(group["steps"]) for group in self.param_groups)
@@ -186,7 +179,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
     def _current_entries(self) -> list[Entry]:
         """Return every parameter with state, after creating the missing state of trainable ones."""
-        parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad or self.state.get(p)]
+        parameters = [group["params"][i] for group, i in self._indices() if self._is_trained(group["params"][i])]
         known = len(parameters) == len(self._entries) and all(
             entry.parameter is parameter and entry.is_current(self.state.get(parameter))
             for entry, parameter in zip(self._entries, parameters, strict=True)
@@ -199,16 +192,19 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def create_state(self) -> None:
         """Create the state of every trainable parameter, with or without gradient."""
-        check_lists(self.param_groups, self._entries)
         for group, i in self._indices():
             parameter = group["params"][i]
-            if parameter.requires_grad or self.state.get(parameter):
+            if self._is_trained(parameter):
                 entry = Entry(group, i, self.state.get(parameter) or {})
                 if not entry.state:
                     self._writes.remember([entry])  # its raw weight will be that of the present weight
                 entry.create_state(self.moment_names)
                 self.state[parameter] = entry.state
         self._entries = list(self.entries())
+
+    def _is_trained(self, parameter: Tensor) -> bool:
+        """Whether a parameter has state; one with a gradient may be frozen in turn with others."""
+        return bool(parameter.requires_grad or parameter.grad is not None or self.state.get(parameter))
 
     def entries(self) -> Iterator[Entry]:
         """Yield every parameter with state."""
@@ -249,8 +245,6 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         """Return the map, the groups with their rates and the settings in a few lines.
 
-        Steps "before" are those before a switch from AdamW or a restart of the annealing.
-
         >>> import symexplin as sel
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
         >>> sel.SELAdamW(model, lr=1e-3, config=sel.preset("exp_only", m=sel.Scale()), total_steps=100)
@@ -263,10 +257,8 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         """
         first = self.param_groups[0]
         settings = {key: first[key] for key in self.defaults if key in first and key not in _SHOWN}
-        last = ", ".join(f"{key} {value}" for key, value in settings.items() if _USUAL.get(key, ()) != value)
-        before = max((int(state.get("step", 0)) for state in self.state.values()), default=0) - self._steps()
-        taken = f"{self._steps()} steps taken" + (f", {before} before" if before > 0 else "")
-        lines = [*map_lines(self.param_groups), *map(_line, self.param_groups), f"{last}; {taken}"]
+        last = ", ".join(f"{key} {value}" for key, value in settings.items())
+        lines = [*map_lines(self.param_groups), *map(_line, self.param_groups), f"{last}; {self._steps()} steps taken"]
         return "\n".join([f"{type(self).__name__}(", *(f"  {line}" for line in lines), ")"])
 
     def _forget(self) -> None:
@@ -294,8 +286,10 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         group |= {key: plain(value) for key, value in group.items() if key != "params"}
         group.setdefault("role", "plain")
+        group.setdefault("steps", 0)
         try:
-            check_settings(group, self.param_groups[0])
+            check_group(group, self.param_groups[0])
+            multipliers(group)
             self.check_group(group)
         except ValueError:
             self.param_groups.pop()
@@ -314,7 +308,6 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch does, with rates that a schedule has set to NumPy's numbers as Python's."""
-        check_lists(self.param_groups, self._entries)
         hook = self.register_state_dict_post_hook(_plain_groups, prepend=True)
         try:
             return super().state_dict()
@@ -335,12 +328,11 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
         def check(_: Any, saved: dict[str, Any]) -> None:
             """Check the state after the user's own hooks."""
-            if not {"state", "param_groups"} <= saved.keys():
-                raise ValueError(
-                    f"state_dict must be what an optimizer's state_dict() returned, got the keys {list(saved)[:4]}"
-                )
-            check_lists(self.param_groups, self._entries)
-            check_saved(saved["param_groups"], self.param_groups, saved["state"], self.moment_names)
+            shapes = [
+                [shapes_of(group, i, self.moment_names) for i in range(len(group["params"]))]
+                for group in self.param_groups
+            ]
+            check_saved(saved, self.param_groups, shapes)
             own = [{key: group[key] for key in _OWN if group[key] != LATER} for group in self.param_groups]
             self._loading = (saved, own)
 
@@ -354,7 +346,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     def _restore(self, saved: dict[str, Any], own: Sequence[Group]) -> None:
         """Restore the precision and placement of a loaded state, and the `own` settings of the groups."""
         for group, settings in zip(self.param_groups, own, strict=True):
-            group.update(settings, steps=int(group["steps"]))
+            group.update(settings, steps=int(group.get("steps", 0)))
         keys = itertools.chain.from_iterable(group["params"] for group in saved["param_groups"])
         for (group, i), key in zip(self._indices(), keys, strict=True):
             if values := saved["state"].get(key):  # may be empty: trainers load one, then replace the parameters
@@ -368,9 +360,20 @@ def _plain_groups(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     state["param_groups"] = plain(state["param_groups"])
 
 
-def _norm(active: Sequence[Entry], batches: Batches) -> Tensor:
+def _active(entries: Sequence[Entry]) -> list[Entry]:
+    """Return the parameters that a step updates, those with a gradient.
+
+    The scales of a split parameter belong to several processes. It is updated in all of them, or in none.
+    """
+    shared = [entry for entry in entries if entry.scales and entry.shard.mesh is not None]
+    flags = any_process([e.parameter.grad is not None for e in shared], [e.shard.mesh for e in shared])
+    known = dict(zip(map(id, shared), flags, strict=True))
+    return [entry for entry in entries if known.get(id(entry), entry.parameter.grad is not None)]
+
+
+def _norm(entries: Sequence[Entry], active: Sequence[Entry], batches: Batches) -> Tensor:
     """Return the global norm of the gradients; those of split parameters' scales are summed over processes."""
-    norms: dict[Groups, list[Tensor]] = {entry.shard.groups: [] for entry in active}  # alike in every process
+    norms: dict[Groups, list[Tensor]] = {entry.shard.groups: [] for entry in entries}  # alike in every process
     for batch in batches:
         norms[batch.entries[0].shard.groups].append(batch.norm())
     # In the order of the parameters, which is the same in every process.
@@ -380,19 +383,27 @@ def _norm(active: Sequence[Entry], batches: Batches) -> Tensor:
         if entry.shard.groups
         for name, (_, shard) in entry.scales.items()
     ]
-    devices = {group: entry.shard.device_type for entry in active for group in entry.shard.groups}
+    devices = {group: entry.shard.device_type for entry in entries for group in entry.shard.groups}
     return global_norm(norms, shared, devices)
 
 
 def _count(active: Sequence[Entry]) -> None:
     """Add 1 to the numbers of updates of the parameters."""
-    counts = [entry.state[key] for entry in active for key in COUNTS if key in entry.state]
-    if counts:  # add a tensor: a number would be converted once per count
+    if counts := [entry.state["step"] for entry in active]:  # add a tensor: a number would be converted once per count
         torch._foreach_add_(counts, torch.ones((), dtype=torch.float32, device="cpu"), alpha=1.0)
 
 
+def _not_finite(entries: Sequence[Entry]) -> str:
+    """Return the name of the first weight or gradient that is not finite, else of the norm of raw gradients."""
+    for entry in entries:
+        grad = entry.parameter.grad
+        for name, tensor in ((entry.name, entry.value), (f"the gradient of {entry.name}", grad)):
+            if tensor is not None and not bool(local(tensor).isfinite().all()):
+                return name
+    return "the norm of the raw gradients"
+
+
 _SHOWN = ("lr", "weight_decay")  # settings that lines of their own show
-_USUAL = {"stochastic_rounding": False}  # not shown
 
 
 def map_lines(groups: Sequence[Group]) -> list[str]:
@@ -401,9 +412,9 @@ def map_lines(groups: Sequence[Group]) -> list[str]:
     return list(dict.fromkeys(f"map: {config_of(g).describe()}; width {g['width']}" for g in curved))
 
 
-def _line(group: Mapping[str, Any]) -> str:
+def _line(group: Group) -> str:
     """Return the line of a group: its size, its rates, and the learning rates of its scales."""
-    numbers, rate = sum(parameter.numel() for parameter in group["params"]), float(group["lr"])
+    numbers, rate = sum(parameter.numel() for parameter in group["params"]), rate_of(group)
     scales = []
     for key, k in group.items():
         if key.startswith("k_"):

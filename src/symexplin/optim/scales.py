@@ -5,16 +5,16 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from symexplin.curve import ScaleTensor, sides, stack_size
+from symexplin.curve import ScaleTensor, outputs_first, sides, stack_size
 from symexplin.kernels.interface import ClosedPlan, Factors, Kernels, Rates, Tensors
 from symexplin.optim.annealing import multiplier
 from symexplin.optim.entry import Entry, moment_key
+from symexplin.optim.groups import rate_of
 from symexplin.products import (
     fixed_factors,
     kernel_factors,
     learned_factors,
     number_gradients,
-    outputs_first,
     side_names,
 )
 
@@ -25,12 +25,12 @@ ADAMW = ("exp_avg", "exp_avg_sq")  # its moments
 _CPU = torch.device("cpu")
 
 
-def rates_of(entry: Entry, count: str) -> Rates:
-    """Return AdamW's numbers for the update of a parameter with this count of its state."""
-    group, step = entry.group, float(entry.state[count])
+def rates_of(entry: Entry) -> Rates:
+    """Return AdamW's numbers for the update of a parameter."""
+    group, step = entry.group, float(entry.state["step"])
     beta1, beta2 = map(float, group["betas"])
     corrections = 1.0 - beta1**step, 1.0 - beta2**step
-    return Rates(float(group["lr"]), float(group["weight_decay"]), beta1, beta2, float(group["eps"]), *corrections)
+    return Rates(rate_of(group), float(group["weight_decay"]), beta1, beta2, float(group["eps"]), *corrections)
 
 
 class JoinedScales:
@@ -114,7 +114,7 @@ class JoinedScales:
         if not self._plans:
             return
         entry = self._entries[0]
-        rates = rates_of(entry, "scale_step")
+        rates = rates_of(entry)
         for tensor, plan in self._plans:
             own = rates._replace(lr=rates.lr * tensor.lr_scale * multiplier(f"k_{tensor.role}", entry.group))
             plan.update(own if tensor.decays else own._replace(decay=0.0), clip)

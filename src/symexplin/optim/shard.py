@@ -10,7 +10,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-__all__ = ["WHOLE", "Groups", "Shard", "address", "global_norm", "is_dtensor", "local", "shard_of", "sum_over", "whole"]
+__all__ = [
+    *("WHOLE", "Groups", "Shard", "address", "any_process", "global_norm", "is_dtensor", "local", "shard_of"),
+    *("sum_over", "whole"),
+]
 
 Groups = tuple[Any, ...]  # the process groups over which a tensor is split
 
@@ -90,10 +93,6 @@ class Shard:
         )
         return cast(Tensor, wrapped)
 
-    def starts(self, shape: Sequence[int]) -> list[int]:
-        """Return where the local part of a tensor of the whole `shape` starts along each dimension."""
-        return [start for start, _ in self._ranges(shape)]
-
     def cut(self, tensor: Tensor) -> Tensor:
         """Return the local part of a whole `tensor`."""
         for dim, (start, size) in enumerate(self._ranges(tensor.shape)):
@@ -154,6 +153,21 @@ def _moved(placement: Any, dim: int) -> Any:
     if _is_strided(placement):
         return type(placement)(dim, split_factor=placement.split_factor)
     return type(placement)(dim)
+
+
+def any_process(flags: Sequence[bool], meshes: Iterable[Any]) -> list[bool]:
+    """Return which of the flags are set in any process of the meshes; waits for the device only if one is not set here.
+
+    All processes must call it with as many flags.
+    """
+    for mesh in dict.fromkeys(meshes):
+        make = torch.ones(len(flags), dtype=torch.float32, device=mesh.device_type)
+        count = make if all(flags) else torch.tensor(flags, dtype=torch.float32, device=mesh.device_type)
+        for dim in range(mesh.ndim):
+            torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
+        if not all(flags):
+            flags = [flag > 0.0 for flag in count.tolist()]
+    return list(flags)
 
 
 def sum_over(group: Any, tensors: Sequence[Tensor], device: str) -> None:

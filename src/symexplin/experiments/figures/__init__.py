@@ -8,11 +8,11 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
+from symexplin.checks import check_choice
 from symexplin.experiments.figures import curves, maps, weights
 from symexplin.lab.files import replacing
 from symexplin.lab.folders import out_folder
 from symexplin.lab.report.charts import STYLE, UNDATED
-from symexplin.validation import check_choice
 
 __all__ = ["FIGURES", "FigureSpec", "draw", "format_figures", "save_figure"]
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from symexplin.checks import check_choice, naming
 from symexplin.lab.config import ModelConfig, RunConfig, TrainConfig
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.settings import Count, Pairs, Positive, Schema, Whole, from_table, to_table
-from symexplin.validation import check_choice, naming
 
 __all__ = [
     *("BASELINE", "COMPARISON", "CONFIG", "DEMO", "LABELS", "PROCESSES", "RUNS", "VARIANTS"),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from symexplin.checks import naming
 from symexplin.lab.compare.grid import CONFIG, LABELS, RUNS, Cell, ClusterConfig, CompareConfig, GridConfig
 from symexplin.lab.compare.launch import Task, gpus_here, has_ended, threads_each
 from symexplin.lab.config import RunConfig, absolute, resolve
@@ -23,7 +24,6 @@ from symexplin.lab.provenance import provenance
 from symexplin.lab.run import check_inputs
 from symexplin.lab.settings import Schema, differences, dump_toml, from_table, load_toml, merge, to_table
 from symexplin.lab.weights import digest_of
-from symexplin.validation import naming
 
 __all__ = ["Command", "CommandConfig", "Laboratory", "configured", "kind_of"]
 

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from symexplin.checks import naming
 from symexplin.lab.data.sources import hub_file
 from symexplin.lab.files import replace_file
 from symexplin.lab.provenance import cores
-from symexplin.validation import naming
 
 __all__ = ["Tokenizer", "TokenArray", "pieces", "train_bpe"]
 

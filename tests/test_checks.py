@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from symexplin.validation import (
+from symexplin.checks import (
     check_finite,
     check_flag,
     check_fraction,
