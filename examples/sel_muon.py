@@ -117,9 +117,7 @@ def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
 
 def _orthogonal(whole: Tensor, leaf: sel.Leaf, group: dict[str, Any]) -> Tensor:
     """Return r NS(u) of each matrix u in a whole tensor."""
-    order = sorted(range(whole.dim()), key=lambda dim: "eoi".index(leaf.axes[dim]))  # experts, outputs, inputs
-    moved = whole.permute(order)
-    matrices = moved.flatten(leaf.axes.count("e") + 1)
+    matrices = whole.mT if "io" in leaf.axes else whole  # outputs by inputs
     sizes = _sizes(leaf.name, matrices.shape[-2], group)
     done = []
     for part in matrices.unflatten(-2, (-1, sum(sizes))).split(sizes, dim=-2):
@@ -128,7 +126,8 @@ def _orthogonal(whole: Tensor, leaf: sel.Leaf, group: dict[str, Any]) -> Tensor:
         original = group["adjust_lr_fn"] == "original"
         ratio = math.sqrt(max(1.0, d_out / d_in)) if original else ADAMW_RMS * math.sqrt(max(d_out, d_in))
         done.append((newton_schulz(matrix, group["ns_steps"]).to(whole.dtype) * ratio).reshape(part.shape))
-    return torch.cat(done, dim=-2).reshape(moved.shape).permute(order)  # swaps two dimensions: its own inverse
+    update = torch.cat(done, dim=-2).reshape(matrices.shape)
+    return update.mT if "io" in leaf.axes else update
 
 
 def _matrices(group: dict[str, Any]) -> Iterator[tuple[str, int]]:

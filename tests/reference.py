@@ -166,4 +166,3 @@ def worst(
         owed = (8 + 4 * element["x"][0]) * unit * abs(factor) * mp.fsum(parts, absolute=True)
         largest = max(largest, float(error / owed) if owed else (math.inf if error else 0.0))
     return largest
-

@@ -304,7 +304,7 @@ def written(how, run="paper", dtype=torch.float64):
 
 
 def missing(how):
-    """Train 5 steps, of which two lack gradients: one in the second process, and one in all; return weights and states."""
+    """Train 5 steps, two of them without a gradient in the second process and one in all; return weights and states."""
     model, optimizer = make(how, "paper", torch.float64)
     for step in range(5):
         optimizer.zero_grad()

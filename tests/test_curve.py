@@ -83,7 +83,9 @@ def reads(mode, curvature, normalize, **_):
 
 
 @every_pair(reads, axes=SHAPES, mode=MODES, pattern=PATTERNS, curvature=WAYS, normalize=[False, True])
-def test_values_gradients_and_inverse_are_those_of_single_elements(axes, mode, pattern, curvature, normalize, monkeypatch):
+def test_values_gradients_and_inverse_are_those_of_single_elements(
+    axes, mode, pattern, curvature, normalize, monkeypatch
+):
     monkeypatch.setattr(transform, "_BLOCK", 5)  # elements that are inverted at a time
     curved = curved_of(axes, config_of(mode, pattern, curvature, normalize))
     raw = curved.raw.clone().requires_grad_()
@@ -146,5 +148,5 @@ def test_lora_is_drawn_whole_from_a_generator_of_its_own():
 
 @pytest.mark.parametrize("axes", ["", "i", "oie", "oii", "oi"])
 def test_other_axes_are_refused(axes):
-    with pytest.raises(ValueError, match="axes must be one of .* a letter per dimension"):
+    with pytest.raises(ValueError, match=r"axes must be one of .* a letter per dimension"):
         Map((2,) * (len(axes) if axes != "oi" else 3), axes, sel.SELConfig())

@@ -231,10 +231,10 @@ def _check_same_group(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
 
 def _check_state(name: str, state: Mapping[str, Any], expected: Mapping[str, Sequence[int]]) -> None:
     for key, shape in expected.items():
-        if key not in state:
-            raise ValueError(f"state_dict must have {key!r} in the state of {name}")
-        actual = tuple(getattr(state[key], "shape", ()))  # a count may be a number
-        if actual != tuple(shape):
+        value = state.get(key)
+        actual = () if isinstance(value, int | float) else getattr(value, "shape", None)  # a count may be a number
+        if actual is None or tuple(actual) != tuple(shape):
+            found = "none" if actual is None else tuple(actual)
             raise ValueError(
-                f"state_dict must have {key!r} of shape {tuple(shape)} in the state of {name}, got {actual}"
+                f"state_dict must have {key!r} of shape {tuple(shape)} in the state of {name}, got {found}"
             )

@@ -303,10 +303,6 @@ def _layer(module: nn.Module) -> tuple[str, str]:
     # transformers' transposed linear layer, without importing transformers
     if any(c.__name__ == "Conv1D" and c.__module__.startswith("transformers.") for c in type(module).__mro__):
         return "Conv1D", "io"
-    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        return "convolution", "oi" + "i" * len(module.kernel_size)
-    if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
-        return "transposed convolution", "io" + "i" * len(module.kernel_size)
     return "", ""
 
 

@@ -11,8 +11,9 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-import symexplin as sel  # noqa: E402
 from test_hf import Seen, arguments, rows, state_of, tiny  # noqa: E402
+
+import symexplin as sel  # noqa: E402
 
 PLUGIN = Path(__file__).parents[2] / "examples" / "axolotl" / "sel_plugin.py"
 

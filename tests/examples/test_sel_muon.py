@@ -61,8 +61,6 @@ SHAPES = {
     "split": (lambda: nn.Linear(8, 24), (12, 8, 4), lambda w: [w[:12], w[12:20], w[20:]]),
     "repeated": (lambda: nn.Linear(4, 6), (2, 1), lambda w: [w[[0, 1, 3, 4]], w[[2, 5]]]),
     "Conv1D": (lambda: conv1d(24, 8), (12, 12), lambda w: [w.mT[:12], w.mT[12:]]),
-    "convolution": (lambda: nn.Conv2d(3, 6, 2), None, lambda w: [w.reshape(6, 12)]),
-    "transposed": (lambda: nn.ConvTranspose2d(3, 6, 2), None, lambda w: [w.transpose(0, 1).reshape(6, 12)]),
     "experts": (lambda: Experts(5, 12), (6, 6), lambda w: [half for e in w for half in (e[:6], e[6:])]),
     "inputs first": (lambda: Experts(5, 12, is_transposed=True), None, lambda w: list(w.mT)),
 }

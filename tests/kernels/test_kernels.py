@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from builds import BUILDS, TRITON, kernels
-from reference import noise
 from states import STATES, entered
 from symexplin.closed import Closed
 from symexplin.kernels.interface import Delta, Matrices, Rates, Tensors
@@ -41,8 +40,8 @@ def norm(build, v, g, masters, closed):
     return build.closed(closed, Tensors(v, masters=masters)).norm(g)
 
 
-def update(build, v, g, m, s, masters, closed, rates, clip, noise=None):
-    build.closed(closed, Tensors(v, m, s, masters, g)).update(rates, torch.tensor(clip), noise)
+def update(build, v, g, m, s, masters, closed, rates, clip):
+    build.closed(closed, Tensors(v, m, s, masters, g)).update(rates, torch.tensor(clip))
 
 
 def parts(counts):
@@ -53,14 +52,14 @@ def parts(counts):
     return [*spans[:longest], before], [after, *spans[longest + 1 :]]
 
 
-def push(build, v, g, masters, closed, steps=None, clip=1.0, noise=None):
+def push(build, v, g, masters, closed, steps=None, clip=1.0):
     """Add steps (or minus the gradients) to raw weights; return the old and new ones and the gradients, joined."""
     plan, pieces, at = build.closed(closed, Tensors(v, masters=masters)), [], 0
     plan.norm(g)
     for part in map(plan.part, parts([x.numel() for x in v])):
         values, grads = plan.pull(part, torch.tensor(clip))
         new = values + (-grads if steps is None else steps[at : at + len(values)])
-        plan.push(part, new, noise)
+        plan.push(part, new)
         pieces.append((values, new, grads))
         at += len(values)
     return list(map(torch.cat, zip(*pieces, strict=True)))
@@ -211,40 +210,6 @@ def test_bfloat16_follows_its_master_and_adopts_writes(build, way):
         assert same_bits(moves, push(build, expected, [x.float() for x in g], None, CLOSED, clip=0.01))
     assert same_bits(masters, expected)
     assert same_bits(v, [x.bfloat16() for x in expected])
-
-
-@pytest.mark.parametrize(("closed", "way"), [(CLOSED, "update"), (None, "update"), (CLOSED, "push")])
-def test_stochastic_rounding_depends_on_the_whole_tensors_indices_alone(build, closed, way):
-    """A tensor of 37 x 50 whose first index is near 2^32, whole and in shards of rows and of columns."""
-    rows, cols, offset, key = 37, 50, 2**32 - 900, 0x9ABCDEF0
-    v, g = (0.02 * torch.randn(rows, cols)).bfloat16(), torch.randn(rows, cols).bfloat16()
-    v[3, 4] = float("inf")
-    rates = RATES._replace(lr=0.05)  # some exponents are large, others small
-
-    def step(weight, grad, noise=None):
-        if way == "push":
-            push(build, [weight], [grad], None, closed, clip=0.05, noise=noise)
-            return weight
-        moments = [torch.zeros(weight.shape)], [torch.zeros(weight.shape)]
-        update(build, [weight], [grad], *moments, None, closed, rates, 1.0, noise)
-        return weight
-
-    def shard(part, *, at, stride):
-        weight, grad = (x[part].clone(memory_format=torch.contiguous_format) for x in (v, g))
-        return step(weight, grad, [(key, offset + at, weight.shape[1], stride)])
-
-    whole = shard((slice(None), slice(None)), at=0, stride=cols)
-    shards = [shard((slice(a, b), slice(None)), at=a * cols, stride=cols) for a, b in ((0, 1), (1, 20), (20, 37))]
-    assert same_bits([whole], [torch.cat(shards)])
-    shards = [shard((slice(None), slice(a, b)), at=a, stride=cols) for a, b in ((0, 7), (7, 50))]
-    assert same_bits([whole], [torch.cat(shards, 1)])
-    exact = step(v.float(), g.float())
-    bits = exact.view(torch.int32).flatten().tolist()
-    rounded = [(bit + noise(key, offset + i) >> 16) & 0xFFFF for i, bit in enumerate(bits)]
-    finite = exact.isfinite().flatten()
-    assert finite.sum() == len(finite) - 1
-    assert whole.view(torch.uint16).flatten()[finite].tolist() == torch.tensor(rounded)[finite].tolist()
-    assert whole.isfinite().flatten().equal(finite)
 
 
 @pytest.mark.parametrize(

@@ -38,23 +38,22 @@ CONFIGS = {
     "linear, numbers": strong("structured_linear", l=NUMBER),
     "absorbed, numbers": strong("absorbed", e=NUMBER, m=NUMBER),
     "offset and delta": strong("paper+offset"),
-    "logarithms": strong("paper", e=sel.Scale("row_col_mult", transform="exp"), s=sel.Scale("column", k=(1, 1))),
+    "overall scale": strong("paper", s=sel.Scale("column", k=(1, 1))),
     "congruent, numbers": strong("congruent", m=NUMBER, n=NUMBER),
 }
 
 
 class Network(nn.Module):
-    """Every order of memory: weights that need more than one tile, biases, a convolution, experts, plain parameters."""
+    """Every order of memory: weights that need more than one tile, biases, experts, plain parameters."""
 
     def __init__(self):
         super().__init__()
-        self.wide, self.norm, self.conv = nn.Linear(24, 530), nn.LayerNorm(530), nn.Conv1d(2, 3, 3)
-        self.last = nn.Linear(789, 5)
+        self.wide, self.norm = nn.Linear(24, 530), nn.LayerNorm(530)
+        self.last = nn.Linear(530, 5)
         self.first_experts, self.experts = Experts(5, 7), Experts(7, 4, is_transposed=True)
 
     def forward(self, x):
         hidden = torch.tanh(self.norm(self.wide(x)))
-        hidden = self.conv(hidden.view(len(x), 2, 265)).flatten(1)
         return self.experts(torch.tanh(self.first_experts(self.last(hidden))))
 
 
@@ -128,16 +127,13 @@ def test_kernels_step_as_float64_does(config, name, monkeypatch):
             assert (found - value).norm() <= 2e-3 * value.norm() + 1e-9, key
 
 
-HALF = [("default", {}), ("paper", {}), ("default", {"stochastic_rounding": True})]
-
-
 @pytest.mark.parametrize("name", PATHS)
-@pytest.mark.parametrize(("config", "settings"), HALF, ids=["default", "paper", "stochastic"])
-def test_half_precision_steps_from_equal_gradients(config, settings, name, monkeypatch):
+@pytest.mark.parametrize("config", ["default", "paper"])
+def test_half_precision_steps_from_equal_gradients(config, name, monkeypatch):
     with path("readable", monkeypatch):
-        plain, _ = steps(1, CONFIGS[config], torch.bfloat16, **settings)
+        plain, _ = steps(1, CONFIGS[config], torch.bfloat16)
     with path(name, monkeypatch):
-        fast, _ = steps(1, CONFIGS[config], torch.bfloat16, name=name, **settings)
+        fast, _ = steps(1, CONFIGS[config], torch.bfloat16, name=name)
     for p, q in zip(fast.cpu().parameters(), plain.parameters(), strict=True):
         differs = (p != q).float().mean()  # where a float32 unit decides the rounding
         assert differs <= 0.01

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import networks
 import symexplin as sel
 from training import PAPER
 
@@ -72,7 +73,11 @@ def test_rates_and_decays_by_pattern(home):
         config = sel.convert(model, config) and None
     settings = {"lr": {"1.*": 1e-3, "*.weight": 2e-3, "*": 3e-3}, "weight_decay": {"3.*": 0.1, "*": 0.2}}
     groups = sel.param_groups(model, config=config, **settings, no_decay="usual")
-    found = {name: (group["lr"], group["weight_decay"]) for group in groups for name in names(group)}
+    found = {
+        name: (group["lr"] * group.get("lr_factor", 1.0), group["weight_decay"])
+        for group in groups
+        for name in names(group)
+    }
     raw = "1.raw_" if home == "module" else "1."
     wanted = {raw + "weight": (1e-3, 0.2), raw + "bias": (1e-3, 0.0), "0.weight": (2e-3, 0.0), "2.weight": (2e-3, 0.0)}
     wanted |= {"2.bias": (3e-3, 0.0), "3.weight": (2e-3, 0.1), "3.bias": (3e-3, 0.0)}
@@ -81,10 +86,61 @@ def test_rates_and_decays_by_pattern(home):
     decays = {name: group["weight_decay"] for group in vectors for name in names(group)}
     wanted = {raw + "weight": 0.2, raw + "bias": 0.0, "0.weight": 0.2, "2.weight": 0.0}  # 0 is an embedding, 2 a norm
     assert {name: decays[name] for name in wanted} == wanted
-    rates = [g["lr"] * (g["k"] if home == "module" else g["k_e"])[0] for g in groups if g["role"] in ("curved", "e")]
+    rates = [
+        g["lr"] * g.get("lr_factor", 1.0) * g["k" if home == "module" else "k_e"][0]
+        for g in groups
+        if g["role"] in ("curved", "e")
+    ]
     assert rates == pytest.approx([50 * 3e-4] * len(rates))
     if home == "module":
         assert (found["1.e_row"][1], found["1.m_row"][1], found["1.bias_e_row"][1]) == (0.2, 0.0, 0.0)
+
+
+def nanogpt(optimizer):
+    """Set one rate for all groups, as a loop with its own schedule does."""
+    for rate in (2.0**-9, 2.0**-10, 2.0**-11):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * group.get("ratio", 1.0)
+        yield
+
+
+def one_cycle(optimizer):
+    rates = [2.0**-9 * group.get("ratio", 1.0) for group in optimizer.param_groups]
+    max_lr = rates if len(set(rates)) > 1 else rates[0]
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=max_lr, total_steps=4)
+    for _ in range(3):
+        yield
+        schedule.step()
+
+
+@pytest.mark.parametrize("schedule", [nanogpt, one_cycle])
+def test_a_schedule_with_one_rate_keeps_the_ratios_of_rates_by_name(schedule):
+    """As a schedule that multiplies each group's own rate does; factors of 4 and 1 are exact."""
+    ends = []
+    for by_factor in (True, False):
+        model = networks.network()
+        groups = sel.param_groups(model, lr={"0.*": 2.0**-7, "*": 2.0**-9}, config=PAPER)
+        assert {group["lr_factor"] for group in groups} == {4.0, 1.0}
+        for group in () if by_factor else groups:
+            group["ratio"] = group.pop("lr_factor")
+            group["lr"] *= group["ratio"]
+        optimizer = sel.SELAdamW(groups, total_steps=4)
+        for _ in schedule(optimizer):
+            optimizer.zero_grad()
+            model(networks.inputs).square().mean().backward()
+            optimizer.step()
+        ends.append(model)
+    assert all(torch.equal(p, q) for p, q in zip(*(model.parameters() for model in ends), strict=True))
+
+
+def test_the_base_of_rates_by_name_is_the_last_patterns_or_if_that_is_zero_the_largest():
+    for lr, base, factors in (
+        ({"1.*": 1e-3, "*": 2e-3}, 2e-3, {0.5, 1.0}),
+        ({"1.*": 1e-3, "*": 0.0}, 1e-3, {1.0, 0.0}),
+        ({"*": 0.0}, 1.0, {0.0}),
+    ):
+        groups = sel.param_groups(network(), lr=lr)
+        assert ({group["lr"] for group in groups}, {group["lr_factor"] for group in groups}) == ({base}, factors)
 
 
 def test_parameters_without_decay_may_come_from_a_generator():

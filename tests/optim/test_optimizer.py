@@ -10,8 +10,6 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import symexplin as sel
@@ -154,7 +152,7 @@ def test_the_groups_common_rate_is_the_optimizers_default():
     assert sel.SELAdamW(groups, lr=5e-3).defaults["lr"] == 1e-2
     groups[1]["lr"] = 1e-3
     assert sel.SELAdamW(groups, lr=5e-3).defaults["lr"] == 5e-3
-    assert build(network(), lr={"0.*": 1e-2, "*": 1e-3}).defaults["lr"] == 1e-2
+    assert build(network(), lr={"0.*": 1e-2, "*": 1e-3}).defaults["lr"] == 1e-3
 
 
 @pytest.mark.parametrize("kind", [sel.SELAdamW, SELSGD])
@@ -229,6 +227,21 @@ def test_parameters_without_values_are_refused_at_the_first_step():
 
 
 @ends
+def test_a_parameter_with_a_gradient_is_updated_though_it_is_frozen_at_the_step(config):
+    """As by torch's AdamW: adapters that are trained in turn may be frozen between backward and step."""
+    model, twin = network(), network()
+    optimizer, other = build(model, config), build(twin, config)
+    for step in range(2):
+        backward(model, step)
+        model[0].requires_grad_(False)
+        optimizer.step()
+        model[0].requires_grad_(True)
+        backward(twin, step)
+        other.step()
+    assert_same_bits(model, twin)
+
+
+@ends
 def test_under_fake_tensors_it_is_built_for_a_model_with_values_and_does_not_train_others(config):
     model, twin = network(), network()
     with FakeTensorMode():
@@ -255,9 +268,9 @@ def test_divergence_is_told_once_by_name_at_the_line_that_steps(what, config, ch
             if step == 2 and what in ("gradient", "nan"):
                 model[0].bias.grad[1] = torch.inf if what == "gradient" else torch.nan
             optimizer.step()
-    (warning,) = [w for w in told if "diverges" in str(w.message)]
+    (warning,) = [w for w in told if "not finite" in str(w.message)]
     assert re.match(r"step \d+: ", str(warning.message))
-    assert {"rate": "", "weight": "3.weight"}.get(what, "step 3: the gradient of 0.bias") in str(warning.message)
+    assert {"rate": "", "weight": ""}.get(what, "step 3: the gradient of 0.bias") in str(warning.message)
     assert warning.filename == __file__
     assert not all(p.isfinite().all() for p in model.parameters())  # nothing blames or repairs the weights
     assert not torch.isfinite(torch.tensor(sel.stats(model, optimizer)["slope/mean"])) or what == "weight"
@@ -266,31 +279,9 @@ def test_divergence_is_told_once_by_name_at_the_line_that_steps(what, config, ch
 @pytest.mark.usual_state  # a copy steps at the line of its wrapper
 def test_no_gradient_at_the_first_step_is_told():
     model = network()
-    with pytest.warns(UserWarning, match="no parameter has a gradient .* another model") as told, torch.device("meta"):
+    with pytest.warns(UserWarning, match="no parameter has a gradient at the first step") as told, torch.device("meta"):
         build(model).step()
     assert told[0].filename == __file__
-
-
-@pytest.mark.usual_state  # torch knows a process group by its name once in a process
-def test_an_optimizer_built_before_fully_shard_is_refused_at_the_first_step():
-    """The model has other parameters then, and a warning among those of several processes would be missed."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model = network()
-        before, resumed = build(model), build(model)
-        resumed.create_state()
-        resumed.load_state_dict(resumed.state_dict())
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        after = build(model)
-        backward(model, 0)
-        with pytest.raises(RuntimeError, match=r"no parameter has a gradient .* build it after fully_shard"):
-            before.step()
-        assert not before.state
-        with pytest.raises(RuntimeError, match="build it after fully_shard"):
-            resumed.step()
-        after.step()
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 # Operations whose outcome, or the shape of it, the host must wait for.
@@ -312,7 +303,7 @@ class Waits(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-NAMES = ["default", "paper", "paper+offset", "absorbed", "rounded"]
+NAMES = ["default", "paper", "paper+offset", "absorbed"]
 
 
 @every_pair(name=NAMES, dtype=[torch.float32, torch.bfloat16], kind=[sel.SELAdamW, SELSGD])
@@ -321,12 +312,11 @@ def test_a_step_waits_for_no_device(name, dtype, kind, monkeypatch):
     monkeypatch.setattr(
         closed, "_where", lambda mask, formula, values, others: torch.where(mask, formula(*values), others)
     )
-    model, rounds = network(dtype), name == "rounded"
-    config = sel.preset("default" if rounds else name)
-    optimizer = build(model, config, kind=kind, max_grad_norm=0.1, stochastic_rounding=rounds)
+    model, config = network(dtype), sel.preset(name)
+    optimizer = build(model, config, kind=kind, max_grad_norm=0.1)
     train(model, optimizer, 2)
     backward(model, 5)
-    counters = {id(v): v for s in optimizer.state.values() for k, v in s.items() if k in ("step", "scale_step")}
+    counters = {id(v): v for s in optimizer.state.values() for k, v in s.items() if k == "step"}
     own = {v.untyped_storage().data_ptr() for v in counters.values()}
     with Waits() as waits:
         optimizer.step()

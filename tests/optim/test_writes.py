@@ -14,7 +14,7 @@ from training import assert_same_bits, build
 
 STORED = {
     "vectors": strong("fixed_curvature"),
-    "elementwise": strong("congruent", e=sel.Scale("elementwise", k=(50.0, 8.0))),
+    "sums": strong("congruent", e=sel.Scale("row_col_add", k=(50.0, 8.0))),
     "residual": strong("paper+offset"),
     "fixed": strong("frozen"),
 }
