@@ -29,7 +29,13 @@ def test_presets_state_the_papers_numbers():
     config = preset("paper")
     assert (config.mode, config.curvature, config.normalize) == ("mismatch", "fixed", False)
     assert config.multipliers(3e-4) == {"e": (50.0, 8.0), "l": (50.0, 8.0), "m": (0.01, 0.5)}
-    learned = {"frozen": "", "exp_only": "e m", "structured_linear": "l", "paper+offset": "e l m n delta"}
+    learned = {
+        "frozen": "",
+        "exp_only": "e m",
+        "structured_linear": "l",
+        "one_number": "l",
+        "paper+offset": "e l m n delta",
+    }
     assert {name: " ".join(preset(name).learned_roles) for name in learned} == learned
     absorbed = preset("absorbed")
     assert (absorbed.curvature, absorbed.normalize) == ("absorbed", True)

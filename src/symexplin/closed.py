@@ -50,7 +50,7 @@ class Closed(NamedTuple):
             ValueError: the mode or a learned scale rules it out, or no weight has a raw weight with these scales.
         """
         if not config.closed:
-            raise ValueError(f"the closed form needs mode {CLOSED_MODES} with fixed scales, got {config.describe()}")
+            raise ValueError(f"the closed form needs mode {CLOSED_MODES} with fixed scales, got {config}")
         scales = Scales.of(config)
         factor, roles = {
             "exp_only": (scales.amplitude, ("s", "e")),

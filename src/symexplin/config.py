@@ -261,20 +261,13 @@ class SELConfig:
         """Return (k0, k1) of every learned scale at the optimizer's peak learning rate `lr`."""
         return {role: getattr(self, role).multiplier(lr) for role in self.learned_roles}
 
-    def describe(self, rates: bool = False, start: str = "") -> str:
+    def __str__(self) -> str:
         """Return the map in words: its form, and the scales that are learned or have an unusual initial value.
 
-        `rates` adds the learning rates of the scales. For mode "mismatch" the text ends with the `start`, "matched" or
-        "mismatched", where it is known: the map does not tell whether :func:`symexplin.init_` was called.
-
-        >>> SELConfig().resolve(256).describe()
-        'exp_only, beta 3.75'
-        >>> SELConfig(beta=7.5, mode="congruent", e=Scale("row_col_mult"), l=Scale(start=2)).describe()
-        'congruent, beta 7.5, l 2, e learned (row_col_mult)'
-        >>> SELConfig(mode="mismatch").describe()
-        'mismatch, beta auto'
-        >>> SELConfig(mode="mismatch").describe(start="mismatched")
-        'mismatch, beta auto, mismatched start'
+        >>> print(SELConfig().resolve(256))
+        exp_only, beta 3.75
+        >>> print(SELConfig(beta=7.5, mode="congruent", e=Scale("row_col_mult", k=(50, 8)), l=Scale(start=2)))
+        congruent, beta 7.5, l 2, e learned (row_col_mult, k 50 to 8)
         """
         beta = self.beta if isinstance(self.beta, str) else format(self.beta, ".4g")
         words = [self.mode] if self.mode == "linear" else [self.mode, f"beta {beta}"]
@@ -285,16 +278,11 @@ class SELConfig:
             scale = getattr(self, role)
             first = "" if scale.start in (None, _USUAL_START.get(role, 1.0)) else f"{scale.start:.4g}"
             if scale.learned:
-                how = ", ".join([scale.pattern, *([f"from {first}"] if first else [])])
-                how += f", k {scale.k[0]:g} to {scale.k[1]:g}" if rates else ""
+                how = ", ".join([scale.pattern, *([f"from {first}"] if first else []), _span_words(scale.k)])
                 learned.setdefault(how, []).append(role)
             elif first:
                 words.append(f"{role} {first}")
-        for how, roles in learned.items():
-            names = " and ".join(filter(None, [", ".join(roles[:-1]), roles[-1]]))
-            words.append(f"{names} learned ({how})")
-        if self.mode == "mismatch" and start:
-            words.append(f"{start} start")
+        words += [f"{' and '.join(roles)} learned ({how})" for how, roles in learned.items()]
         return ", ".join(words)
 
     def to_dict(self) -> dict[str, Any]:
@@ -321,6 +309,15 @@ class SELConfig:
             check_choice("key", key, names)
         fields: dict[str, Any] = {key: _scale(key, v) if key in SCALE_ROLES else v for key, v in values.items()}
         return cls(**fields)
+
+
+def _span_words(k: Span) -> str:
+    """Return a multiplier in words.
+
+    >>> _span_words((50.0, 8.0)), _span_words((1.0, 1.0))
+    ('k 50 to 8', 'k 1')
+    """
+    return f"k {k[0]:g}" if k[0] == k[1] else f"k {k[0]:g} to {k[1]:g}"
 
 
 def _call(instance: SELConfig | Scale) -> str:

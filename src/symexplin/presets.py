@@ -29,14 +29,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     "congruent": {**_PAPER, "mode": "congruent"},
     "exp_only": {**_PAPER, "mode": "exp_only"},
     "structured_linear": {"mode": "linear", "l": _LEARNED["l"]},
+    # Not the paper's: structured_linear with one number a matrix.
+    "one_number": {"mode": "linear", "l": Scale("global", k=_LEARNED["l"].k)},
 }
 
 
 def preset(name: str, /, **overrides: Any) -> SELConfig:
-    """Return the default map or one of the paper's, with `overrides` of :class:`SELConfig` fields.
+    """Return a map by its name, with `overrides` of :class:`SELConfig` fields.
 
-    "default" is `SELConfig()`. The others are the paper's. beta follows the model's width unless overridden: 7.5 at
-    width 1024, as in the paper.
+    "default" is `SELConfig()`. All but it and "one_number" are the paper's. beta follows the model's width unless
+    overridden: 7.5 at width 1024, as in the paper.
 
     - "paper": mismatch with learned row x column scales e, l and m
     - "paper+offset": the same with a learned offset n and a LoRA residual delta
@@ -44,7 +46,8 @@ def preset(name: str, /, **overrides: Any) -> SELConfig:
     - "absorbed": with an absorbed curvature, normalized
     - "frozen": mismatch with all scales fixed at one
     - "congruent", "exp_only": learned scales in another mode
-    - "structured_linear": a learned l without a curve
+    - "structured_linear": a learned row x column l without a curve
+    - "one_number": one learned number l per matrix, without a curve
 
     The paper starts the first five of them mismatched. An optimizer always keeps the weights that it finds, so call
     ``sel.init_(model, config)`` before training to reproduce that start.

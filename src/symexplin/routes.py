@@ -89,7 +89,7 @@ class Routing:
         lines.append(f"curved: {len(self.curved)} of {len(self.routes)} tensors, {inside:,} of {total:,} numbers")
         lines[-1] += f" ({100.0 * inside / max(total, 1):.1f}%)"
         if self.width is not None:
-            lines.append(f"map: {self.config.describe()}; width {self.width}")
+            lines.append(f"map: {self.config}; width {self.width}")
         return "\n".join(lines)
 
 

@@ -35,7 +35,7 @@ CONFIGS = {
     "frozen": strong("frozen"),
     "exp_only, learned": strong("exp_only"),
     "linear, learned": strong("structured_linear", normalize=True),
-    "linear, numbers": strong("structured_linear", l=NUMBER),
+    "linear, numbers": strong("one_number"),
     "absorbed, numbers": strong("absorbed", e=NUMBER, m=NUMBER),
     "offset and delta": strong("paper+offset"),
     "overall scale": strong("paper", s=sel.Scale("column", k=(1, 1))),

@@ -169,10 +169,14 @@ def clear_gradients(parameters: Iterable[Tensor], config: RunConfig) -> None:
 
 
 def _learning_rates(model: Transformer, config: RunConfig) -> dict[str, float]:
-    """Return the learning rate of each parameter; a raw one has that of its plain name."""
+    """Return the learning rate of each parameter; a raw one has that of its plain name.
+
+    Those without a factor come last, so that the groups' common rate is the run's.
+    """
     names = {name: name.replace(".raw_", ".") for name, _ in model.named_parameters()}
     factors: dict[str, float] = by_name("lr_factors", config.train.lr_factors | {"*": 1.0}, list(names.values()))
-    return {name: config.train.lr * factors[plain] for name, plain in names.items()}
+    ordered = sorted(names, key=lambda name: factors[names[name]] == 1.0)
+    return {name: config.train.lr * factors[names[name]] for name in ordered}
 
 
 def _shard(model: Transformer, ranks: Ranks, device: str) -> None:

@@ -215,7 +215,7 @@ def format_inspection(inspection: Inspection) -> str:
         f"{len(rows)} matrices with {total.numbers:,} numbers; {inspection.plain} tensors are plain",
         f"largest size {total.max:.3g}, standard deviation {total.std:.3g}; Xavier's uniform bound {total.bound:.3g}, "
         f"deviation {total.bound / math.sqrt(3.0):.3g}",
-        f"map: {inspection.config.describe()} ({inspection.origin})",
+        f"map: {inspection.config} ({inspection.origin})",
         "x: in units of the bound or deviation of each matrix; %>: share of the numbers whose size is above; error: of "
         "the inverse of the map, in units of the error bound",
     ]

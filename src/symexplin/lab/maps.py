@@ -10,7 +10,7 @@ from symexplin.checks import naming
 from symexplin.lab.settings import Count, Pairs, Schema
 from symexplin.presets import PRESETS
 
-__all__ = ["CurveConfig", "map_of", "named_map"]
+__all__ = ["CurveConfig", "map_in_words", "map_of", "named_map"]
 
 Start = Literal["matched", "mismatched"]
 if TYPE_CHECKING:
@@ -65,6 +65,15 @@ def named_map(preset: str, changes: Mapping[str, Any]) -> sel.SELConfig:
         return sel.preset(preset, **changes)
 
 
+def map_in_words(config: sel.SELConfig, start: str) -> str:
+    """Return a map with its start; only that of mode "mismatch" may differ from the model's own weights.
+
+    >>> map_in_words(named_map("frozen", {"beta": 5.0}), "mismatched")
+    'mismatch, beta 5, mismatched start'
+    """
+    return f"{config}, {start} start" if config.mode == "mismatch" else str(config)
+
+
 def map_of(curve: CurveConfig, width: int) -> sel.SELConfig | None:
     """Return the map of a run on a model of `width`, or None for ordinary weights.
 
@@ -84,6 +93,6 @@ def map_of(curve: CurveConfig, width: int) -> sel.SELConfig | None:
     config = check_invertible(config.resolve(width))
     bound = torch.tensor(math.sqrt(3.0 / width), dtype=torch.float32, device="cpu")
     if not math.isfinite(value := forward(config.mode, bound, Scales.of(config))):
-        about = f"{value:g} with {config.describe(start='')}"
+        about = f"{value:g} with {config}"
         raise ValueError(f"map must be finite in float32 at {bound:.3g}, Xavier's bound at width {width}, got {about}")
     return config

@@ -33,7 +33,7 @@ from symexplin.lab.folders import (
     claimed,
     read_facts,
 )
-from symexplin.lab.maps import map_of, named_map
+from symexplin.lab.maps import map_in_words, map_of, named_map
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.process import Stopped, StopSignals
@@ -105,7 +105,7 @@ def _tell(config: RunConfig, echo: Echo) -> None:
     width, preset = config.model.width, config.sel.preset
     if (curve := map_of(config.sel, width)) is not None:
         changed = "" if curve == named_map(preset, {}).resolve(width) else ", changed"
-        words = curve.describe(rates=True, start=config.sel.starts_as)
+        words = map_in_words(curve, config.sel.starts_as)
         echo(f"map: {LABELS.get(preset, preset)}{changed}: {words}; width {width}")
 
 

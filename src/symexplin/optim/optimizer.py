@@ -249,7 +249,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
         >>> sel.SELAdamW(model, lr=1e-3, config=sel.preset("exp_only", m=sel.Scale()), total_steps=100)
         SELAdamW(
-          map: exp_only, beta 1.875, e learned (row_col_mult); width 64
+          map: exp_only, beta 1.875, e learned (row_col_mult, k 50 to 8); width 64
           curved: 2 tensors, 4,160 numbers, lr 0.001 (e 0.015 to 0.0024), weight_decay 0.01
           plain: 2 tensors, 128 numbers, lr 0.001, weight_decay 0.01
           betas (0.9, 0.999), eps 1e-08, total_steps 100, max_grad_norm None; 0 steps taken
@@ -409,7 +409,7 @@ _SHOWN = ("lr", "weight_decay")  # settings that lines of their own show
 def map_lines(groups: Sequence[Group]) -> list[str]:
     """Return a line for each map of the groups: its form, its scales and the model's width."""
     curved = filter(is_curved, groups)
-    return list(dict.fromkeys(f"map: {config_of(g).describe()}; width {g['width']}" for g in curved))
+    return list(dict.fromkeys(f"map: {config_of(g)}; width {g['width']}" for g in curved))
 
 
 def _line(group: Group) -> str:

@@ -19,7 +19,7 @@ from symexplin.lab.compare.grid import COMPARISON
 from symexplin.lab.config import RunConfig
 from symexplin.lab.files import read_json
 from symexplin.lab.folders import CONFIG, FACTS, saved_config
-from symexplin.lab.maps import map_of
+from symexplin.lab.maps import map_in_words, map_of
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.report.charts import Floats
 from symexplin.lab.weights import find_weights, load_optimizer, load_weights
@@ -96,7 +96,7 @@ def run_config(folder: Path) -> RunConfig:
 def map_words(config: RunConfig) -> str:
     """Return the preset and the map of a run in a line, "" for ordinary weights."""
     curve = map_of(config.sel, config.model.width)
-    return "" if curve is None else f"preset {config.sel.preset}: {curve.describe(start=config.sel.starts_as)}"
+    return "" if curve is None else f"preset {config.sel.preset}: {map_in_words(curve, config.sel.starts_as)}"
 
 
 def weights_of(source: Path) -> Path:

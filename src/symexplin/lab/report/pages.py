@@ -10,6 +10,7 @@ import jinja2
 from symexplin.config import SELConfig
 from symexplin.lab.compare.comparison import Comparison
 from symexplin.lab.files import replace_file
+from symexplin.lab.maps import map_in_words
 from symexplin.lab.report.charts import comparison_figures
 
 __all__ = ["PAGE", "reading", "report_comparison", "write_page"]
@@ -81,4 +82,4 @@ def _map(table: Mapping[str, Any] | None) -> str:
     if table is None:
         return "ordinary weights"
     config = SELConfig.from_dict({key: value for key, value in table.items() if key not in ("home", "start")})
-    return f"curved {_HOMES[table['home']]}; {config.describe(rates=True, start=table['start'])}"
+    return f"curved {_HOMES[table['home']]}; {map_in_words(config, table['start'])}"
