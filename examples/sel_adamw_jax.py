@@ -44,7 +44,7 @@ def sel_adamw(
         beta: the curvature in units of 1/weight. "auto": 7.5 at width 1024; the width is the most frequent side of
             the curved kernels, the larger one on a tie.
         curved: as optax's masks, a pytree of booleans for parameters or whole subtrees, or a function that returns it
-            for the parameters. None: the kernels of Flax's dense layers and convolutions, but not of heads and routers.
+            for the parameters. None: the kernels of Flax's dense layers, but not of heads and routers.
         max_grad_norm: clip raw gradients and those of plain parameters to this global norm. None: do not clip.
 
     Raises:
@@ -123,16 +123,15 @@ def _named(params: Any) -> list[tuple[str, jax.Array]]:
 def _is_kernel(name: str, leaf: jax.Array) -> bool:
     above, owner, last = ["", "", *name.rsplit("/", 2)][-3:]
     heads = HEADS if any(map(str.isdigit, above)) else HEADS + LAST
-    return last == "kernel" and leaf.ndim > 1 and not any(fnmatchcase(owner, head) for head in heads)
+    is_plain = "conv" in owner.lower() or any(fnmatchcase(owner, head) for head in heads)
+    return last == "kernel" and leaf.ndim > 1 and not is_plain
 
 
 def _auto_beta(params: Any, flags: Any) -> float:
-    """Return beta by the width; attention's (width, heads, size) is an end by the rest, a convolution its fans."""
+    """Return beta by the width; attention's (width, heads, size) is an end by the rest."""
     sides: Counter[int] = Counter()
-    for (name, v), is_curved in zip(_named(params), jax.tree.leaves(flags), strict=True):
-        if is_curved and v.ndim > 2 and "conv" in name.lower():
-            sides.update(v.size // side for side in v.shape[-2:] if v.shape[-2] > 1)
-        elif is_curved and v.ndim > 1 and v.size:
+    for v, is_curved in zip(jax.tree.leaves(params), jax.tree.leaves(flags), strict=True):
+        if is_curved and v.ndim > 1 and v.size:
             end = max(v.shape[0], v.shape[-1])
             sides.update((end, v.size // end))
     width = max(sides, key=lambda side: (sides[side], side), default=1024)

@@ -10,8 +10,8 @@ and gradient g:
 
 as in torch.optim.Muon. For "match_rms_adamw", r = 0.2 sqrt(max(A, B)): the update has the size of AdamW's, so one
 learning rate and decay fit both. For "original", r = sqrt(max(1, A/B)), for learning rates of about 0.02. Each expert
-of a stack is a matrix of its own; a convolution's rows are its output channels. The state of a raw matrix is
-"momentum_buffer". Under FSDP2 each process gathers the momentum of one matrix at a time.
+of a stack is a matrix of its own. The state of a raw matrix is "momentum_buffer". Under FSDP2 each process gathers the
+momentum of one matrix at a time.
 """
 
 import fnmatch

@@ -131,4 +131,4 @@ def test_every_formula_of_a_page_becomes_mathml(hooks):
         for formula in re.findall("<math .*?</math>", html):
             assert not re.search(r"\\|&amp;|merror", formula), f"{page.name}: {formula}"
         pages += formulas > 0
-    assert pages >= 3
+    assert pages >= 2

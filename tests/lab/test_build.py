@@ -66,7 +66,9 @@ def test_decay_may_be_kept_from_what_is_not_in_the_linears_of_blocks(curve, deca
 def test_learning_rates_by_name(curve):
     train = dataclasses.replace(TRAIN, lr_factors={"*.q.weight": 0.5, "*.bias": 5.0})
     model, optimizer, _ = build(config(train, **curve))
-    lrs = {id(p): group["lr"] * group.get("lr_factor", 1.0) for group in optimizer.param_groups for p in group["params"]}
+    lrs = {
+        id(p): group["lr"] * group.get("lr_factor", 1.0) for group in optimizer.param_groups for p in group["params"]
+    }
     found = {name.replace(".raw_", "."): lrs[id(p)] for name, p in model.named_parameters()}
     for name, factor in (("q.weight", 0.5), ("q.bias", 5.0), ("k.weight", 1.0), ("q_norm.weight", 1.0)):
         assert found[f"blocks.0.attention.{name}"] == pytest.approx(factor * 4e-3)
