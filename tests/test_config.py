@@ -95,7 +95,11 @@ def test_a_scale_learns_at_its_own_rate_unless_told_otherwise():
     for lr in (1e-4, 3e-4, 1e-2):
         assert [k * lr for k in config.multipliers(lr)["e"]] == pytest.approx([0.015, 0.0024])
         assert config.multipliers(lr)["l"] == (3.0, 3.0)
-    for lr, message in ((None, "lr must be given"), (0.0, "lr must be positive .* got 0"), (-1.0, "lr .* got -1.0")):
+    for lr, message in (
+        (None, "lr must be given"),
+        (0.0, "lr must be a positive finite number, got 0"),
+        (-1.0, "lr .* got -1.0"),
+    ):
         with pytest.raises(ValueError, match=message):
             config.multipliers(lr)
 

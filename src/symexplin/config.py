@@ -137,11 +137,6 @@ class Scale:
             return self.k
         if lr is None:
             raise ValueError("lr must be given when scales are learned at a rate of their own: k * base_lr / lr")
-        if lr == 0.0:
-            raise ValueError(
-                "lr must be positive where scales are learned at a rate of their own, k * base_lr / lr, got 0: freeze "
-                "the parameters (requires_grad_(False)), or give the scales base_lr=None"
-            )
         check_positive("lr", lr)
         return self.k[0] * (self.base_lr / lr), self.k[1] * (self.base_lr / lr)
 
@@ -200,9 +195,7 @@ class SELConfig:
         """Check every field."""
         if self.beta != "auto":
             if isinstance(self.beta, str):
-                raise ValueError(
-                    f"beta must be a positive number or 'auto', got {self.beta!r}; symexplin.preset has maps by name"
-                )
+                raise ValueError(f"beta must be a positive number or 'auto', got {self.beta!r}")
             object.__setattr__(self, "beta", check_positive("beta", self.beta))
         check_choice("mode", self.mode, MODES)
         check_choice("curvature", self.curvature, CURVATURES)
@@ -363,10 +356,5 @@ def check_config(config: object) -> SELConfig:
     if config is None:
         return SELConfig()
     if not isinstance(config, SELConfig):
-        hint = ""
-        if isinstance(config, Mapping) and config.keys() <= {f.name for f in dataclasses.fields(SELConfig)}:
-            is_nested = any(isinstance(value, Mapping) for value in config.values())  # a Scale as a dictionary
-            fields = ", ".join(f"{key}={value!r}" for key, value in config.items())
-            hint = ": pass symexplin.SELConfig" + (".from_dict(...)" if is_nested else f"({fields})")
-        raise ValueError(f"config must be a SELConfig, such as symexplin.preset('paper'), got {config!r}{hint}")
+        raise ValueError(f"config must be a SELConfig, such as symexplin.preset('paper'), got {config!r}")
     return config

@@ -99,8 +99,8 @@ TABLE = [
     # a map in another place, or in another form
     (made(config="paper"), "config .*'paper'"),
     (made(config={"beta": 7.5}), "config must be a SELConfig.*7.5"),
-    (made(lr=PAPER), "^lr .*a SELConfig|^lr .*SELConfig"),
-    (lambda: sel.preset(PAPER), "preset .*SELConfig"),
+    (made(lr=PAPER), "^lr .*SELConfig"),
+    (lambda: sel.preset("papr"), "preset .*'papr'"),
     (lambda: sel.SELConfig("paper"), "beta .*'paper'"),
     (lambda: sel.SELLinear(8, 4, 7.5), "bias .*7.5"),
     (lambda: sel.stats(network(), PAPER), "optimizer .*SELConfig"),

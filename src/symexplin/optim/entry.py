@@ -84,16 +84,13 @@ class Entry:
         self.name = name_of(group, i)
         if self.parameter.is_meta or is_fake(self.parameter):
             kind = "on the device 'meta'" if self.parameter.is_meta else "of FakeTensorMode"
-            raise ValueError(
-                f"params must be the parameters that are trained, got {self.name} {kind}: build the optimizer after "
-                "to_empty has replaced them and they have their values"
-            )
+            raise ValueError(f"params must have values, got {self.name} {kind}")
         self.shape = tuple(self.parameter.shape)  # the whole shape
         self.curved = is_curved(group)
         if self.curved and tuple(group["shape"][i]) != self.shape:
             raise ValueError(
-                f"{self.name} must have its shape {tuple(group['shape'][i])}, got {self.shape}: parameters flattened "
-                "after the groups were built (FSDP1, ZeRO) are not supported; fully_shard (FSDP2) is"
+                f"{self.name} must have the shape that it had when the groups were built, {tuple(group['shape'][i])}, "
+                f"got {self.shape}"
             )
         self.kind, self.axes = ("raw", str(group["axes"][i])) if self.curved else ("plain", "")
         self.shard = shard_of(self.parameter, self.name)
@@ -148,7 +145,7 @@ class Entry:
         if grad is None:  # another process has one
             return torch.zeros_like(self.value)
         if grad.is_sparse:
-            raise ValueError(f"{self.name}: sparse gradients are not supported: set sparse=False in the embedding")
+            raise ValueError(f"{self.name} must have a dense gradient (sparse=False), got a sparse one")
         if self.shard.mesh is not None and tuple(grad.placements) != self.shard.spec:  # type: ignore[attr-defined]
             grad = grad.redistribute(placements=self.shard.spec)  # type: ignore[attr-defined]
         return in_format_of(self.value, local(grad))
@@ -239,8 +236,7 @@ class Entry:
         for name in names:
             if name in (*_OTHERS, *self.scales):
                 raise ValueError(
-                    f"moments must not be called {name!r}, which is another tensor in the state of {self.name}: take a "
-                    "name such as 'exp_avg'"
+                    f"moments must not be called {name!r}, which is another tensor in the state of {self.name}"
                 )
             zeros = torch.zeros_like(like, dtype=self.dtype, memory_format=torch.preserve_format)
             self.state[moment_key(leaf, name)] = shard.wrap(zeros, shape)

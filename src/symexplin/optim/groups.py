@@ -48,7 +48,7 @@ def param_groups(
         curved: False: groups of a plain model for torch.optim.AdamW, with the same rates by name and without a map.
 
     Raises:
-        ValueError: nothing to curve, `config` given for a converted model or without a map, a model under FSDP1, a
+        ValueError: nothing to curve, `config` given for a converted model or without a map, a
             pattern that matches nothing, or the errors of :func:`symexplin.routing`.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
@@ -59,11 +59,6 @@ def param_groups(
     [(0.001, 1.0), (0.001, 3.0)]
     """
     check_model(model)
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        raise ValueError(
-            "model must not be wrapped by FullyShardedDataParallel (FSDP1), which flattens parameters: use "
-            "torch.distributed.fsdp.fully_shard (FSDP2)"
-        )
     whole = model if whole is None else whole
     check_model(whole, "whole")
     converted = any(isinstance(module, CurvedBase) for module in whole.modules())

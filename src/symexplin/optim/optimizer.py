@@ -27,8 +27,7 @@ _OWN = ("total_steps", "max_grad_norm")  # settings that a loaded state does not
 # Settings of every optimizer, which a subclass may leave out of its defaults.
 _SETTINGS = {"weight_decay": 0.0, "total_steps": None, "max_grad_norm": None}
 _NO_GRAPH = (
-    "step must be called outside of a CUDA graph: rates and counts are Python numbers, which a graph would repeat. "
-    "Capture forward and backward alone; a step takes a few launches"
+    "step must be called outside of a CUDA graph: rates and counts are Python numbers, which a graph would repeat"
 )
 _NO_GRADIENT = (
     "no parameter has a gradient at the first step: build the optimizer after fully_shard, over the model that is "

@@ -48,10 +48,7 @@ def _adopt(entry: Entry) -> None:
     try:
         entry.own("raw").copy_(entry.curved_map().inverse(entry.value, where=changed))
     except ValueError as error:
-        raise ValueError(
-            f"{entry.name}: weights written from outside cannot be adopted: {error}. Write other weights, or delete "
-            "the parameter's state (del optimizer.state[parameter]) so that its scales start anew"
-        ) from None
+        raise ValueError(f"{entry.name}: weights written from outside cannot be adopted: {error}") from None
 
 
 def _differing(entry: Entry) -> torch.Tensor:
