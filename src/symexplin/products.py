@@ -19,7 +19,7 @@ from symexplin.curve import Map, dims_of, is_weight
 from symexplin.modes import exp
 
 __all__ = [
-    *("fixed_factors", "is_product", "kernel_factors", "learned_factors", "number_gradients", "side_names"),
+    *("divides", "fixed_factors", "is_product", "kernel_factors", "learned_factors", "number_gradients", "side_names"),
 ]
 
 _SIGNS = {"mismatch": 1.0, "congruent": 1.0, "oppose": -1.0, "exp_only": 0.0, "linear": 1.0}  # of lambda
@@ -95,7 +95,7 @@ def kernel_factors(spec: Map, fixed: Tensor, learned: Mapping[str, Tensor]) -> T
     kappa, c, linear = (
         _times(line, learned, roles) for line, roles in ((kappa, "m"), (c, _OF_C), (linear, _OF_LINEAR))
     )
-    return torch.stack([kappa, c / kappa, linear / kappa] if _divides(spec) else [kappa, c, linear])
+    return torch.stack([kappa, c / kappa, linear / kappa] if divides(spec) else [kappa, c, linear])
 
 
 def number_gradients(
@@ -103,17 +103,16 @@ def number_gradients(
 ) -> dict[str, Tensor]:
     """Return the gradients of the learned numbers, given :func:`kernel_factors` and a kernel's sums, (3, count).
 
-    The sums are of g sign(w) expm1(x) and g sign(w) (x exp(x) - expm1(x)), x = kappa |w|, times the other side's c,
-    and of g u(w) times the other side's lambda. Times c the second is the derivative by ln kappa with p = c kappa
-    constant: where kappa normalizes, a derivative with c constant would cancel.
+    The sums are those of :meth:`symexplin.kernels.interface.ProductPlan.norm`. Where kappa normalizes, the second is
+    the derivative by ln kappa with c kappa constant, since that with c constant would cancel.
     """
     kappa, c, linear = factors
     by_c, by_kappa, by_linear = sums
     gradients = {}
     if "m" in learned:
-        by_log = by_kappa * c - by_linear * linear if _divides(spec) else (by_kappa + by_c) * c
+        by_log = by_kappa * c - by_linear * linear if divides(spec) else by_kappa * (kappa * c)
         gradients["m"] = by_log if spec.is_log("m") else by_log / learned["m"]
-    if _divides(spec):
+    if divides(spec):
         by_c, by_linear = by_c / kappa, by_linear / kappa
     for role in learned:
         if role == "m":
@@ -128,7 +127,7 @@ def number_gradients(
     return gradients
 
 
-def _divides(spec: Map) -> bool:
+def divides(spec: Map) -> bool:
     """Whether c and lambda are divided by kappa."""
     return spec.config.normalize and spec.config.mode != "linear"
 

@@ -67,7 +67,7 @@ def products(lists, stage):
     """Plan and step, with the factors in one stage."""
     first = Delta(torch.ones(3, 1), torch.ones(1, 4), torch.ones(3, 1), torch.ones(1, 4))
     deltas, factors = [first, Delta(*lists["deltas"])], lists["factors"]
-    matrices = Matrices(lists["weights"], lists["raws"], [0, 3], [0, 4], True, deltas, [lists["moments"]] * 2)
+    matrices = Matrices(lists["weights"], lists["raws"], [0, 3], [0, 4], True, False, deltas, [lists["moments"]] * 2)
     plan = untouched(ProductPlan)(matrices)
     with pytest.raises(LookupError):
         plan.norm(lists["grads"], factors if stage == "norm" else given(torch.float32, ["factors"])["factors"])

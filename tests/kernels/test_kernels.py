@@ -247,9 +247,9 @@ class Products(NamedTuple):
         shapes = [(1 if w.dim() == 1 else len(w), w.shape[-1]) for w in self.weights]
         return list(zip(shapes, *(itertools.accumulate(n, initial=0) for n in zip(*shapes, strict=True)), strict=False))
 
-    def plan(self, build, magnitude=True):
+    def plan(self, build, magnitude=True, normalized=False):
         _, rows, columns = zip(*self.matrices, strict=True)
-        matrices = Matrices(self.weights, self.raws, rows, columns, magnitude, self.deltas, self.moments)
+        matrices = Matrices(self.weights, self.raws, rows, columns, magnitude, normalized, self.deltas, self.moments)
         return build.products(matrices)
 
     def each(self, sides, *lists):
@@ -328,12 +328,13 @@ SLOW = ("mismatch, half", "oppose", "exp_only", "linear")
 )
 def test_products_follow_autograd(build, case):
     dtype, magnitude, rank, means = CASES[case]
+    normalized = case in ("mismatch, half", "oppose")
     # Without the interpreter also a matrix whose sums several tasks find.
     shapes = SHAPES if build.name.startswith("Triton") else (*SHAPES, (1000, 300))
     given = products(shapes, dtype, rank, **means)
     new_factors = tuple(1.1 * side for side in given.factors)
     before = [[x.double() for x in xs] for xs in (given.raws, *given.moments)]
-    plan = given.plan(build, magnitude)
+    plan = given.plan(build, magnitude, normalized)
     total, sums, pulled, pushed = given.step(plan, new_factors, torch.tensor(0.3))
 
     sides = [of_kernel(side).requires_grad_() for side in given.factors]
@@ -354,8 +355,9 @@ def test_products_follow_autograd(build, case):
     assert ((pulled - 0.3 * exact).abs() <= 0.3 * EPS * joined(bounds)).all()
     ours = []
     for (kappa, p, _), by in zip([side.detach() for side in sides], sums, strict=True):
-        by_c, by_kappa, by_linear = by.double()  # with p constant, c = p/kappa changes as kappa does
-        ours += [by_kappa * p / kappa**2, by_c / kappa, by_linear]
+        by_c, by_kappa, by_linear = by.double()
+        # With p constant, c = p/kappa changes as kappa does.
+        ours += [(by_kappa if normalized else by_kappa * kappa - by_c) * p / kappa**2, by_c / kappa, by_linear]
     ours += [x.double() for delta in given.deltas or () for x in delta[2:]]
     for got, line in zip(ours, (*side_grads[0], *side_grads[1], *delta_grads), strict=True):
         torch.testing.assert_close(got, line, rtol=1e-4, atol=3e-6 * float(line.abs().max() + 1e-3))

@@ -80,7 +80,7 @@ def _are_products_right(kernels: Kernels, device: torch.device) -> bool:
 
     x = _KAPPA * w.abs()
     exact_raw = g * (e * torch.exp(x) + w.sign() / _KAPPA)
-    by_c, by_kappa = g * w.sign() * torch.expm1(x), g * w.sign() * (x * torch.exp(x) - torch.expm1(x))
+    by_c, by_kappa = g * w.sign() * torch.expm1(x), g * w * torch.exp(x)
     norm, sums = plan.norm([grad], factors)
     part = plan.part([(0, 0, 300), (0, 300, 520)])
     raw_grads = plan.pull(part, None)
@@ -90,7 +90,7 @@ def _are_products_right(kernels: Kernels, device: torch.device) -> bool:
             (norm, torch.linalg.vector_norm(exact_raw)),
             (raw_grads.view(520, 300), exact_raw),
             (sums[0][0], by_c @ columns.double()),
-            (sums[1][1], (rows.double() / _KAPPA) @ by_kappa),
+            (sums[1][1], rows.double() @ by_kappa),
             (sums[1][2], (g * w.abs()).sum(0) / _KAPPA),
             (delta.by_a, g @ b.double().T),
             (delta.by_b, a.double().T @ g),

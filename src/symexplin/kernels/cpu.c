@@ -23,7 +23,7 @@ typedef struct {
 /* `row` and `col` are its first ones among those of all matrices, which have factors and sums in common arrays. */
 typedef struct {
     int64_t rows, cols, row, col, rank;
-    const float *raw;
+    float *raw, *exp_avg, *exp_avg_sq;
     char *weight;
     const float *a, *b; /* of the delta A B, with their gradients */
     float *by_a, *by_b;
@@ -49,16 +49,17 @@ typedef struct {
     float *const *exp_avgs, *const *exp_avg_sqs, *const *masters;
     /* Of products: factors of all rows and columns, and sums by row and column, kind by kind. */
     const Matrix *matrices;
-    int64_t magnitude, all_rows, all_columns;
-    const float *of_rows, *of_columns;
+    int64_t magnitude, normalized, all_rows, all_columns;
+    const float *of_rows, *of_columns, *new_rows, *new_columns; /* new: after an update of the scales */
     double *by_rows, *by_columns;
     _Atomic int64_t next; /* task; the operator ++ is atomic */
 } Call;
 
 enum { NORM, STEP, PULL, PUSH, PRODUCT }; /* kinds: those of products come after PRODUCT */
 enum { FLOAT, HALF }; /* weights and gradients */
-/* A block's arrays fit the first-level cache. PAD makes the addresses of sums differ modulo 4096. */
-enum { BLOCK = 256, CHUNK = 32, BAND = 4, PAD = 48 };
+/* Arrays of a block of the closed form or of a strip of a row fit the first-level cache. AHEAD: entries from what is read
+   to what is fetched into the second-level one. PAD makes the addresses of sums differ modulo 4096. */
+enum { BLOCK = 256, STRIP = 128, BAND = 4, PAD = 48, AHEAD = 2048 };
 const int64_t sel_pad = PAD, sel_call_size = sizeof(Call);
 
 INLINE uint32_t bits_of(float x) { return ((union { float x; uint32_t bits; }){x}).bits; }
@@ -255,75 +256,188 @@ static void closed_task(const Call *x, Task task, int64_t index) {
 /* ---- maps whose kappa, c and lambda are products of a row's and a column's factor ---- */
 
 /* w_eff = c_i c_j sign(w) expm1(kappa_i kappa_j |w|) + lambda_i lambda_j u(w) + A B; u(w) is |w| with `magnitude`, else
-   w. Sums over a row or column are of g sign(w) expm1(x), g sign(w) (x exp(x) - expm1(x)) and g u(w), the first two
-   times the other dimension's c and the third times its lambda. */
+   w. With x = kappa_i kappa_j |w|, sums over a row or column are of g sign(w) expm1(x) times the other dimension's c, of
+   g w exp(x) times its c kappa or, with `normalized`, g sign(w) (x exp(x) - expm1(x)) times its c, and of g u(w) times
+   its lambda. */
 enum { KAPPA, C, LAMBDA, FACTORS }; /* kinds of factors */
 enum { BY_C, BY_KAPPA, BY_LAMBDA, SUMS }; /* kinds of sums */
 
 /* Into the second-level cache: the first one allows few outstanding lines, and the loops would wait. */
-INLINE void prefetch(const void *p, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i, 0, 2);
+INLINE void prefetch(const void *p, int64_t count, int64_t size) {
+    for (int64_t i = 0; i < count * size; i += 64) __builtin_prefetch((const char *)p + AHEAD * size + i, 0, 2);
 }
 
-/* Columns from `start` to `stop` of the rows of a task, `count` at once. */
-INLINE void run_rows(const Call *call, const Matrix *x, Task task, int64_t index, int kind, int as,
-                     int64_t start, int64_t stop, int64_t count) {
-    const int64_t cols = x->cols, wide = cols + PAD, size = as == HALF ? 2 : 4;
-    In kappa1 = call->of_columns + x->col, c1 = kappa1 + call->all_columns, lambda1 = c1 + call->all_columns;
-    In kappas = call->of_rows + x->row, cs = kappas + call->all_rows, lambdas = cs + call->all_rows;
-    Out down0 = call->scratch + task.at, down1 = down0 + wide, down2 = down1 + wide;
-    const uint32_t signs = call->magnitude ? 0x80000000u : 0, at_zero = call->magnitude ? 0 : 0xffffffffu;
-    for (int64_t i = task.start; i < task.stop; i++) {
-        const float kappa0 = kappas[i], c0 = 2 * cs[i], lambda0 = lambdas[i]; /* `grow` gives halves */
-        float sums[SUMS + 1][CHUNK] = {0};
-        for (int64_t from = start; from < stop; from += count) {
-            int64_t at = i * cols + from, ahead = at + 2 * cols;
-            const char *g_ = kind == PUSH ? NULL : (const char *)call->grads[task.item] + at * size;
-            const float *w_ = x->raw + at;
-            float *out = kind == PULL ? call->scratch + task.at + (i - task.start) * cols + from : NULL;
-            char *weight = x->weight + at * size;
-            float delta[CHUNK] = {0};
-            prefetch(x->raw + ahead, 4 * CHUNK);
-            if (kind != PUSH) prefetch(g_ + 2 * cols * size, size * CHUNK);
-            else prefetch(x->weight + ahead * size, size * CHUNK);
-            for (int64_t r = 0; kind == PUSH && r < x->rank; r++) {
-                const float a = x->a[i * x->rank + r], *b = x->b + r * cols + from;
+/* The factors of one row, and those of the columns of a strip. */
+typedef struct {
+    float kappa, c, lambda;
+    In kappas, cs, lambdas;
+} Line;
+
+INLINE Line line_of(const Call *call, const Matrix *x, In of_rows, In of_columns, int64_t i) {
+    const float *row = of_rows + x->row + i, *column = of_columns + x->col;
+    const int64_t high = call->all_rows, wide = call->all_columns;
+    return (Line){row[0], row[high], row[2 * high], column, column + wide, column + 2 * wide};
+}
+
+INLINE Line shifted(Line f, int64_t by) {
+    return (Line){f.kappa, f.c, f.lambda, f.kappas + by, f.cs + by, f.lambdas + by};
+}
+
+INLINE uint32_t signs_of(const Call *call) { return call->magnitude ? 0x80000000u : 0; }
+
+/* u(w), and the slope of the linear pathway: at w = 0 the mean of the one-sided slopes. */
+INLINE float linear_of(uint32_t signs, float w) { return from_bits(bits_of(w) & ~signs); }
+INLINE float linear_slope(uint32_t signs, float lambda, float w) {
+    return from_bits(w == 0 && signs ? 0 : bits_of(lambda) ^ (bits_of(w) & signs));
+}
+
+/* Each of the following loops over a strip is short, since a processor looks ahead of one exponential, root or division
+   only so far: all of them in one loop take half as long again. */
+
+/* F = expm1(x)/2 with the sign of w, and E = exp(x)/2. */
+NOINLINE void exponentials(int64_t count, Line f, In w, Out F, Out E) {
 #pragma omp simd
-                for (int64_t j = 0; j < count; j++) delta[j] += a * b[j];
-            }
+    for (int64_t j = 0; j < count; j++) {
+        grow(f.kappa * f.kappas[j] * fabsf(w[j]), &F[j], &E[j]);
+        F[j] = flipped(F[j], w[j]);
+    }
+}
+
+/* Raw gradients, times `scale`. */
+NOINLINE void pull_strip(int64_t count, Line f, float scale, uint32_t signs, In w, In E, In g, Out raw) {
 #pragma omp simd
-            for (int64_t j = 0; j < count; j++) {
-                int64_t k = from + j;
-                float w = w_[j], kappa = kappa0 * kappa1[k], c = c0 * c1[k], lambda = lambda0 * lambda1[k], F, E;
-                float u = from_bits(bits_of(w) & ~signs), y = kappa * fabsf(w);
-                grow(y, &F, &E);
-                if (kind == PUSH) {
-                    float v = c * flipped(F, w) + lambda * u + delta[j];
-                    if (as == HALF) ((uint16_t *)weight)[j] = rounded(v);
-                    else ((float *)weight)[j] = v;
-                    continue;
-                }
-                /* At w = 0 the slope is the mean of the one-sided ones. */
-                float linear = from_bits(w == 0 ? bits_of(lambda) & at_zero : bits_of(lambda) ^ (bits_of(w) & signs));
-                float g = number(as, g_, j), raw = g * (c * kappa * E + linear);
-                if (kind == PULL) {
-                    out[j] = call->step.clip * raw;
-                    continue;
-                }
-                float by_c = g * flipped(F, w), by_kappa = g * flipped(difference(y, F, E), w), by_lambda = g * u;
-                sums[BY_C][j] += by_c * c1[k], down0[k] += by_c * c0;
-                sums[BY_KAPPA][j] += by_kappa * c1[k], down1[k] += by_kappa * c0;
-                sums[BY_LAMBDA][j] += by_lambda * lambda1[k], down2[k] += by_lambda * lambda0;
-                sums[SUMS][j] += raw * raw;
-            }
+    for (int64_t j = 0; j < count; j++) {
+        float exponential = 2 * f.c * f.kappa * (f.cs[j] * f.kappas[j]) * E[j];
+        raw[j] = g[j] * scale * (exponential + linear_slope(signs, f.lambda * f.lambdas[j], w[j]));
+    }
+}
+
+NOINLINE void adamw(int64_t count, Step k, In raw, In w, Out m, Out s, Out next) {
+#pragma omp simd
+    for (int64_t j = 0; j < count; j++) next[j] = w[j] * k.one_minus_decay - direction(k, raw[j], &m[j], &s[j]);
+}
+
+NOINLINE void push_strip(int64_t count, Line f, uint32_t signs, In w, Out v) {
+#pragma omp simd
+    for (int64_t j = 0; j < count; j++) {
+        float F, E;
+        grow(f.kappa * f.kappas[j] * fabsf(w[j]), &F, &E);
+        v[j] = 2 * f.c * f.cs[j] * flipped(F, w[j]) + f.lambda * f.lambdas[j] * linear_of(signs, w[j]);
+    }
+}
+
+/* Add A B of one row, four ranks at once. */
+NOINLINE void add_delta(int64_t count, const Matrix *x, int64_t i, int64_t from, Out v) {
+    const float *a = x->a + i * x->rank;
+    for (int64_t r = 0; r < x->rank; r += 4) {
+        const float *b[4];
+        float of[4];
+        for (int64_t k = 0; k < 4; k++) {
+            int64_t rank = r + k < x->rank ? r + k : r;
+            b[k] = x->b + rank * x->cols + from, of[k] = r + k < x->rank ? a[rank] : 0;
         }
-        for (int k = 0; kind == NORM && k <= SUMS; k++) {
-            float sum = 0;
-#pragma omp simd reduction(+ : sum)
-            for (int j = 0; j < CHUNK; j++) sum += sums[k][j];
-            if (k == SUMS) call->squares[index] += (double)sum;
-            else call->by_rows[k * call->all_rows + x->row + i] += (double)(k == BY_LAMBDA ? sum : 2 * sum);
-        }
+#pragma omp simd
+        for (int64_t j = 0; j < count; j++)
+            v[j] += (of[0] * b[0][j] + of[1] * b[1][j]) + (of[2] * b[2][j] + of[3] * b[3][j]);
+    }
+}
+
+typedef struct {
+    float of[SUMS + 1]; /* the last is of the squares of raw gradients */
+} Sums;
+
+/* The sums over the strip of one row; those by column are added to three lines `down`. */
+INLINE Sums sums_of(int64_t count, Line f, int normalized, uint32_t signs, In w, In g, In F, In E, Out d0, Out d1, Out d2) {
+    float s0 = 0, s1 = 0, s2 = 0, s3 = 0, ck = f.c * f.kappa, by = normalized ? f.c : ck;
+#pragma omp simd reduction(+ : s0, s1, s2, s3)
+    for (int64_t j = 0; j < count; j++) {
+        float kappa = f.kappas[j], c = f.cs[j], lambda = f.lambdas[j], other = normalized ? c : c * kappa;
+        float by_c = g[j] * F[j], by_lambda = g[j] * linear_of(signs, w[j]), by_kappa = g[j] * w[j] * E[j];
+        if (normalized) by_kappa = g[j] * flipped(difference(f.kappa * kappa * fabsf(w[j]), flipped(F[j], w[j]), E[j]), w[j]);
+        float raw = g[j] * (2 * ck * (c * kappa) * E[j] + linear_slope(signs, f.lambda * lambda, w[j]));
+        s0 += by_c * c, s1 += by_kappa * other, s2 += by_lambda * lambda, s3 += raw * raw;
+        d0[j] += by_c * (2 * f.c), d1[j] += by_kappa * (2 * by), d2[j] += by_lambda * f.lambda; /* F and E are halves */
+    }
+    return (Sums){{2 * s0, 2 * s1, s2, s3}};
+}
+
+/* Apart, since the difference takes a fifth of the time. */
+NOINLINE Sums sums_plain(int64_t n, Line f, uint32_t signs, In w, In g, In F, In E, Out d0, Out d1, Out d2) {
+    return sums_of(n, f, 0, signs, w, g, F, E, d0, d1, d2);
+}
+NOINLINE Sums sums_normalized(int64_t n, Line f, uint32_t signs, In w, In g, In F, In E, Out d0, Out d1, Out d2) {
+    return sums_of(n, f, 1, signs, w, g, F, E, d0, d1, d2);
+}
+
+static void norm_row(const Call *call, const Matrix *x, Task task, int64_t index, int64_t i) {
+    const int64_t wide = x->cols + PAD, size = call->half ? 2 : 4;
+    const uint32_t signs = signs_of(call);
+    Line f = line_of(call, x, call->of_rows, call->of_columns, i);
+    float F[STRIP], E[STRIP], copied[STRIP];
+    for (int64_t from = 0; from < x->cols; from += STRIP, f = shifted(f, STRIP)) {
+        const int64_t count = from + STRIP < x->cols ? STRIP : x->cols - from, at = i * x->cols + from;
+        const char *grad = (const char *)call->grads[task.item] + at * size;
+        const float *w = x->raw + at, *g = call->half ? copied : (const float *)grad;
+        Out down = call->scratch + task.at + from;
+        if (call->half) copy_in(1, grad, 0, count, copied);
+        prefetch(w, count, 4);
+        exponentials(count, f, w, F, E);
+        prefetch(grad, count, size);
+        Sums sums = (call->normalized ? sums_normalized : sums_plain)(count, f, signs, w, g, F, E, down, down + wide, down + 2 * wide);
+        for (int k = 0; k < SUMS; k++) call->by_rows[k * call->all_rows + x->row + i] += (double)sums.of[k];
+        call->squares[index] += (double)sums.of[SUMS];
+    }
+}
+
+/* Write the weights of one row's strip, whose raw ones are `w`. */
+static void write_strip(const Call *call, const Matrix *x, Line f, int64_t i, int64_t from, int64_t count, In w) {
+    const int64_t at = i * x->cols + from;
+    float copied[STRIP], *v = call->half ? copied : (float *)x->weight + at;
+    push_strip(count, f, signs_of(call), w, v);
+    if (x->rank) add_delta(count, x, i, from, v);
+    for (int64_t j = 0; call->half && j < count; j++) ((uint16_t *)x->weight)[at + j] = rounded(v[j]);
+}
+
+static void update_row(const Call *call, const Matrix *x, Task task, int64_t i) {
+    const int64_t size = call->half ? 2 : 4;
+    Line f = line_of(call, x, call->of_rows, call->of_columns, i);
+    Line n = line_of(call, x, call->new_rows, call->new_columns, i);
+    float F[STRIP], E[STRIP], raw[STRIP], copied[STRIP];
+    for (int64_t from = 0; from < x->cols; from += STRIP, f = shifted(f, STRIP), n = shifted(n, STRIP)) {
+        const int64_t count = from + STRIP < x->cols ? STRIP : x->cols - from, at = i * x->cols + from;
+        const char *grad = (const char *)call->grads[task.item] + at * size;
+        float *w = x->raw + at, *m = x->exp_avg + at, *s = x->exp_avg_sq + at;
+        const float *g = call->half ? copied : (const float *)grad;
+        if (call->half) copy_in(1, grad, 0, count, copied);
+        prefetch(w, count, 4);
+        exponentials(count, f, w, F, E);
+        prefetch(grad, count, size);
+        pull_strip(count, f, call->step.clip, signs_of(call), w, E, g, raw);
+        prefetch(m, count, 4);
+        adamw(count, call->step, raw, w, m, s, call->moves ? w : F);
+        prefetch(s, count, 4);
+        prefetch(x->weight + at * size, count, size);
+        if (call->moves) write_strip(call, x, n, i, from, count, w);
+    }
+}
+
+static void pull_row(const Call *call, const Matrix *x, Task task, int64_t i) {
+    Line f = line_of(call, x, call->of_rows, call->of_columns, i);
+    Out out = call->scratch + task.at + (i - task.start) * x->cols;
+    float F[STRIP], E[STRIP], g[STRIP];
+    for (int64_t from = 0; from < x->cols; from += STRIP, f = shifted(f, STRIP)) {
+        const int64_t count = from + STRIP < x->cols ? STRIP : x->cols - from, at = i * x->cols + from;
+        copy_in(call->half, call->grads[task.item], at, count, g);
+        exponentials(count, f, x->raw + at, F, E);
+        pull_strip(count, f, call->step.clip, signs_of(call), x->raw + at, E, g, out + from);
+    }
+}
+
+static void push_row(const Call *call, const Matrix *x, int64_t i) {
+    Line f = line_of(call, x, call->of_rows, call->of_columns, i);
+    for (int64_t from = 0; from < x->cols; from += STRIP, f = shifted(f, STRIP)) {
+        const int64_t count = from + STRIP < x->cols ? STRIP : x->cols - from;
+        write_strip(call, x, f, i, from, count, x->raw + i * x->cols + from);
     }
 }
 
@@ -358,13 +472,13 @@ static void delta_rows(const Call *call, const Matrix *x, Task task) {
 
 NOINLINE void product_task(const Call *call, Task task, int64_t index) {
     const Matrix *x = &call->matrices[task.item];
-    const int64_t half = call->half, kind = call->kind - PRODUCT, whole = x->cols / CHUNK * CHUNK, rest = x->cols - whole;
-#define ROWS(kind, as) (run_rows(call, x, task, index, kind, as, 0, whole, CHUNK), \
-                        rest ? run_rows(call, x, task, index, kind, as, whole, x->cols, rest) : (void)0)
-    if (kind == NORM) half ? ROWS(NORM, HALF) : ROWS(NORM, FLOAT);
-    else if (kind == PULL) half ? ROWS(PULL, HALF) : ROWS(PULL, FLOAT);
-    else half ? ROWS(PUSH, HALF) : ROWS(PUSH, FLOAT);
-    if (kind == NORM && x->rank) delta_rows(call, x, task);
+    for (int64_t i = task.start; i < task.stop; i++) {
+        if (call->kind == PRODUCT + NORM) norm_row(call, x, task, index, i);
+        else if (call->kind == PRODUCT + STEP) update_row(call, x, task, i);
+        else if (call->kind == PRODUCT + PULL) pull_row(call, x, task, i);
+        else push_row(call, x, i);
+    }
+    if (call->kind == PRODUCT + NORM && x->rank) delta_rows(call, x, task);
 }
 
 /* Add the sums by column of all tasks, in their order. */

@@ -64,8 +64,11 @@ class _Call(ctypes.Structure):
         ("grads", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("plain", "moves")),
         *((name, ctypes.c_void_p) for name in ("weights", "exp_avgs", "exp_avg_sqs", "masters", "matrices")),
-        *((name, ctypes.c_int64) for name in ("magnitude", "all_rows", "all_columns")),
-        *((name, ctypes.c_void_p) for name in ("of_rows", "of_columns", "by_rows", "by_columns")),
+        *((name, ctypes.c_int64) for name in ("magnitude", "normalized", "all_rows", "all_columns")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("of_rows", "of_columns", "new_rows", "new_columns", "by_rows", "by_columns")
+        ),
         ("next", ctypes.c_int64),
     )
 
@@ -151,6 +154,8 @@ class _CpuClosedPlan(ClosedPlan):
 
 
 class _CpuProductPlan(ProductPlan):
+    fused = True
+
     def __init__(self, library: _Library, matrices: Matrices) -> None:
         self._library = library
         super().__init__(matrices)
@@ -162,17 +167,19 @@ class _CpuProductPlan(ProductPlan):
         deltas: Sequence[Delta | None] = matrices.deltas or [None] * len(shapes)
         ranks = [delta.a.shape[-1] if delta else 0 for delta in deltas]
         self._delta_gradients = [gradient for delta in deltas if delta for gradient in (delta.by_a, delta.by_b)]
+        tensors = zip(matrices.raws, *matrices.moments, matrices.weights, strict=True)
+        missing = (0,) * (2 - len(matrices.moments))
+        places = zip(shapes, matrices.rows, matrices.columns, ranks, strict=True)
         self._table = _numbers(
             number
-            for (rows, width), row, column, rank, raw, weight, delta in zip(
-                shapes, matrices.rows, matrices.columns, ranks, matrices.raws, matrices.weights, deltas, strict=True
-            )
+            for ((rows, width), row, column, rank), (raw, *others), delta in zip(places, tensors, deltas, strict=True)
             for number in (
-                *(rows, width, row, column, rank, raw.data_ptr(), weight.data_ptr()),
+                *(rows, width, row, column, rank, raw.data_ptr(), *missing, *map(Tensor.data_ptr, others)),
                 *(map(Tensor.data_ptr, delta) if delta else (0,) * 4),
             )
         )
         self._call = call = _Call(half=matrices.weights[0].dtype == torch.bfloat16, magnitude=matrices.magnitude)
+        call.normalized = matrices.normalized
         call.all_rows, call.all_columns = matrices.counts
         call.matrices = _address(self._table)
         # The tasks of a norm have sums by column in scratch memory instead of gradients.
@@ -206,6 +213,14 @@ class _CpuProductPlan(ProductPlan):
         self._library.run(self._call, _PRODUCT + _PULL, part, self.grads)
         return grads
 
+    def _update(self, rates: Rates, clip: Tensor | None, factors: Factors) -> None:
+        call = self._call
+        self._use(self._factors)
+        call.new_rows, call.new_columns = (side.data_ptr() for side in factors)
+        _set_rates(call, rates, 1.0)
+        call.step.clip = _number(clip)
+        self._library.run(call, _PRODUCT + _STEP, self._all, self.grads)
+
     def _push(self, part: _Part, factors: Factors) -> None:
         self._use(factors)
         self._library.run(self._call, _PRODUCT + _PUSH, part)
@@ -234,9 +249,15 @@ def _set_step(call: _Call, closed: Closed | None, clip: Tensor | None, rates: Ra
     step.clip, step.c, step.inverse, step.kappa = clip_coef, c, 1.0 / c, kappa
     step.base, step.slope = clip_coef * kappa * c, 0.0 if closed is None else clip_coef * kappa
     if rates is not None:
-        call.moves, step.decay = rates.lr != 0, rates.lr * rates.decay
-        step.from_grad, step.one_minus_decay = rates.from_grad, 1 - step.decay
-        step.lerp_weight, step.beta2, step.one_minus_beta2, step.sqrt_scale, step.eps = rates.direction(kappa)
+        _set_rates(call, rates, kappa)
+
+
+def _set_rates(call: _Call, rates: Rates, kappa: float) -> None:
+    """Set AdamW's numbers, for a direction times kappa."""
+    step = call.step
+    call.moves, step.decay = rates.lr != 0, rates.lr * rates.decay
+    step.from_grad, step.one_minus_decay = rates.from_grad, 1 - step.decay
+    step.lerp_weight, step.beta2, step.one_minus_beta2, step.sqrt_scale, step.eps = rates.direction(kappa)
 
 
 def kernels_of(library: ctypes.CDLL, name: str) -> Kernels:

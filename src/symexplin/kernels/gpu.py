@@ -175,11 +175,12 @@ class _GpuProductPlan(ProductPlan):
         self._grads, self._factors, squares = _Grads(self.grads, self._device), factors, []
         rows, columns = (torch.zeros_like(side) for side in factors)  # a matrix without entries has no tile
         kernels, counts, more = self._kernels, (*self._counts, self._kinds), {**self._delta, **self._tile}
+        normalized = self.matrices.normalized
         for group in self._all.groups:
             squares.append(_floats(len(group.tiles), self._device))
             partial = _floats(len(group.tiles) * self._kinds * (_TALL + _COLS), self._device)
             rest = self._grads.table, squares[-1], partial, *factors, *counts
-            flags = {**self._delta, **self._kind, "ALIGNED": self._grads.aligned(group)}
+            flags = {**self._delta, **self._kind, "ALIGNED": self._grads.aligned(group), "NORMALIZED": normalized}
             _launch(kernels.product_norm, group, *rest, **flags)
             _launch(kernels.product_sums, group, partial, rows, columns, *counts, **more, TILES=_TILES)
         return _root_of(squares), (rows, columns)

@@ -344,8 +344,8 @@ def _effective(
 @triton.jit
 def product_norm(
     table, tiles, grads, squares, partial, of_rows, of_columns, all_rows, all_columns, kinds,
-    MAGNITUDE: tl.constexpr, DELTA: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr, TALL: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    MAGNITUDE: tl.constexpr, NORMALIZED: tl.constexpr, DELTA: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr,
+    TALL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Write the sum of the squares of each tile's raw gradients, and `kinds` of sums by row, then by column.
 
@@ -359,6 +359,7 @@ def product_norm(
     right, down = own + tl.arange(0, ROWS), own + kinds * TALL + tl.arange(0, COLS)
     down0, down1 = tl.zeros([ROWS, COLS], tl.float32), tl.zeros([ROWS, COLS], tl.float32)
     down2, total = tl.zeros([ROWS, COLS], tl.float32), tl.zeros([ROWS, COLS], tl.float32)
+    other1 = c1 if NORMALIZED else c1 * kappa1
     for r in range(0, TALL, ROWS):
         i = first + r + tl.arange(0, ROWS)
         inside0 = i < stop
@@ -368,13 +369,14 @@ def product_norm(
             line, grad, kappa0, c0, lam0, kappa1, c1, lam1, at, inside, MAGNITUDE, HALF, ALIGNED,
         )  # fmt: skip
         total += raw * raw
-        by_c, by_kappa = g * _flipped(F, w), g * _flipped(_difference(x, F, E), w)
+        by_c, by_kappa = g * _flipped(F, w), g * (_flipped(_difference(x, F, E), w) if NORMALIZED else w * E)
+        other0 = c0 if NORMALIZED else c0 * kappa0
         by_lam = g * (tl.abs(w) if MAGNITUDE else w)
         down0 += by_c * (2.0 * c0)[:, None]
-        down1 += by_kappa * (2.0 * c0)[:, None]
+        down1 += by_kappa * (2.0 * other0)[:, None]
         down2 += by_lam * lam0[:, None]
         tl.store(right + r, 2.0 * tl.sum(by_c * c1[None, :], 1))
-        tl.store(right + TALL + r, 2.0 * tl.sum(by_kappa * c1[None, :], 1))
+        tl.store(right + TALL + r, 2.0 * tl.sum(by_kappa * other1[None, :], 1))
         tl.store(right + 2 * TALL + r, tl.sum(by_lam * lam1[None, :], 1))
     tl.store(down, tl.sum(down0, 0))
     tl.store(down + COLS, tl.sum(down1, 0))

@@ -146,6 +146,7 @@ class Matrices(NamedTuple):
     rows: Sequence[int]
     columns: Sequence[int]
     magnitude: bool
+    normalized: bool = False  # what the sums for kappa are of, see :meth:`ProductPlan.norm`
     deltas: Sequence[Delta | None] | None = None
     moments: Sequence[Sequence[Tensor]] = ()  # exp_avg and exp_avg_sq, for :meth:`ProductPlan.update`
 
@@ -281,8 +282,9 @@ class ProductPlan(_Plan, ABC):
     def norm(self, grads: Sequence[Tensor], factors: Factors) -> tuple[Tensor, Factors]:
         """Return the norm of the raw gradients, and sums over each row and each column, in float64 or float32.
 
-        With x = kappa |w| these are of g sign(w) expm1(x) and g sign(w) (x exp(x) - expm1(x)), times the other
-        dimension's c, and of g u times the other dimension's lambda. It also writes the gradients of deltas.
+        With x = kappa |w| these are of g sign(w) expm1(x) times the other dimension's c, of g w exp(x) times its
+        c kappa or, with `normalized`, g sign(w) (x exp(x) - expm1(x)) times its c, and of g u times its lambda. It also
+        writes the gradients of deltas.
 
         Raises:
             ValueError: a gradient of another dtype, device, size or layout than the weight's, or such factors.

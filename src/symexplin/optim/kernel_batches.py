@@ -17,6 +17,7 @@ from symexplin.kernels.interface import Delta, Kernels, Matrices, Span, Tensors,
 from symexplin.optim.batch import Batch, Rule, runs
 from symexplin.optim.entry import Entry, Leaf, flat
 from symexplin.optim.scales import ADAMW, JoinedScales, rates_of
+from symexplin.products import divides
 
 __all__ = ["ClosedBatch", "ProductBatch"]
 
@@ -99,6 +100,7 @@ class ProductBatch(Batch):
             Matrices(
                 *(weights, self._split([entry.own("raw") for entry in entries]), rows, columns),
                 magnitude=entries[0].map.config.mode == "mismatch",
+                normalized=divides(entries[0].map),
                 deltas=self._deltas.of_matrices if any(self._deltas.of_matrices) else None,
                 moments=[self._split([entry.own(name) for entry in entries]) for name in moments],
             )
