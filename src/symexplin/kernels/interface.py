@@ -131,7 +131,7 @@ class Delta(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """Matrices in the order of their memory, whose map has factors of rows and of columns (:mod:`symexplin.products`).
+    """Matrices in the order of memory, whose map has factors of rows and columns (:mod:`symexplin.optim.products`).
 
     ::
 

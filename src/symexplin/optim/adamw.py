@@ -10,10 +10,10 @@ from torch.optim.adamw import adamw
 from symexplin.checks import check_not_negative
 from symexplin.config import SELConfig
 from symexplin.kernels.interface import is_dense, is_memory
+from symexplin.optim.batch import ADAMW
 from symexplin.optim.entry import Leaf
 from symexplin.optim.groups import Group
 from symexplin.optim.optimizer import RawSpaceOptimizer
-from symexplin.optim.scales import ADAMW
 from symexplin.routes import Rate
 
 __all__ = ["SELAdamW"]

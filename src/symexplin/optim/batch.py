@@ -10,8 +10,9 @@ from symexplin.curve import Curved
 from symexplin.optim.entry import Entry, Leaf, Moments, clipped
 from symexplin.optim.groups import rate_of
 
-__all__ = ["Batch", "FormulaBatch", "Rule", "runs"]
+__all__ = ["ADAMW", "Batch", "FormulaBatch", "Rule", "runs"]
 
+ADAMW = ("exp_avg", "exp_avg_sq")  # its moments
 _CHUNK = {"cpu": 2**18}  # numbers whose raw gradients exist at a time, at least one tensor's: a core's cache
 _CHUNK_OF_DEVICE = 2**25  # with raw weights 256 MB
 

@@ -6,13 +6,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from symexplin.curve import is_weight
 from symexplin.kernels import kernels_for
 from symexplin.kernels.interface import is_dense, is_memory, is_plain
 from symexplin.optim.batch import Batch, FormulaBatch, Rule
 from symexplin.optim.entry import Entry, moment_key
-from symexplin.optim.kernel_batches import ClosedBatch, ProductBatch
+from symexplin.optim.kernel_batch import ClosedBatch, ProductBatch
+from symexplin.optim.products import is_product
 from symexplin.optim.shard import local
-from symexplin.products import is_product
 
 __all__ = ["Batches"]
 
@@ -21,15 +22,16 @@ class Batches:
     """The parameters with gradients, in batches of one kind."""
 
     def __init__(self, entries: Sequence[Entry], rule: Rule) -> None:
-        # Held, so that no later tensor gets the identity of one of these.
-        self._state = [t for entry in entries for t in entry.state.values() if isinstance(t, Tensor)]
-        self._parts, self._rule = list(map(local, self._state)), rule
-        self._signature = _signature(entries, self._parts)
+        self._rule = rule
         alike: dict[Any, list[Entry]] = {}
         for entry in entries:
             place = id(entry.group), entry.value.dtype, entry.value.device, entry.shard.groups
             alike.setdefault((_kind_of(entry, rule), *place, float(entry.state["step"])), []).append(entry)
         self._batches = [_batch_of(kind, chosen, rule) for (kind, *_), chosen in alike.items()]
+        # Held, so that no later tensor gets the identity of one of these.
+        self._state = [t for entry in entries for t in entry.state.values() if isinstance(t, Tensor)]
+        self._parts = list(map(local, self._state))
+        self._signature = _signature(entries, self._parts)
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self._batches)
@@ -44,7 +46,9 @@ def _batch_of(kind: Any, entries: Sequence[Entry], rule: Rule) -> Batch:
     kernels = kernels_for(entries[0].value.device)
     if kind is None or kernels is None:
         return FormulaBatch(entries, rule)
-    return (ProductBatch if entries[0].is_stored else ClosedBatch)(entries, rule, kernels)
+    if entries[0].is_stored:
+        return ProductBatch(sorted(entries, key=lambda entry: not is_weight(entry.axes)), rule, kernels)
+    return ClosedBatch(entries, rule, kernels)
 
 
 def _signature(entries: Sequence[Entry], parts: Sequence[Tensor]) -> list[Any]:
@@ -69,19 +73,23 @@ def _kind_of(entry: Entry, rule: Rule) -> Any:
     if not _is_usual(entry, names, rule):
         return None
     if entry.is_stored:
-        return "product" if is_product(entry.map) and entry.value.is_contiguous() else None
+        is_turned = "io" in entry.axes
+        is_mixed = is_turned and bool(entry.shard.groups) and bool(entry.map.by_role("delta"))
+        if not is_product(entry.map) or not entry.value.is_contiguous() or is_mixed:
+            return None
+        return "product, turned" if is_turned else "product"
     is_covered = entry.closed.mode == "exp_only" if entry.closed else rule.is_adamw
     return (entry.closed, "master" in entry.state) if is_covered else None
 
 
 def _is_usual(entry: Entry, names: Sequence[str], rule: Rule) -> bool:
-    """Whether gradient, values and state are dense tensors in memory with equal strides, and scales are contiguous."""
+    """Whether gradient, values and state are dense tensors in memory with equal strides."""
     grad, value = cast(Tensor, entry.parameter.grad), entry.value
     if grad.layout != torch.strided or grad.dtype != value.dtype or not is_plain(local(grad)) or not is_memory(value):
         return False
     moments = [moment_key(name, moment) for name in entry.scales for moment in rule.moments("scale", "")]
     scales = [entry.own(key) for key in (*entry.scales, *moments)]
-    if not all(is_memory(scale) and scale.dtype == torch.float32 and scale.is_contiguous() for scale in scales):
+    if not all(scale.dtype == torch.float32 and scale.device == value.device for scale in scales):
         return False
     return is_dense(value) and all(
         key in entry.state

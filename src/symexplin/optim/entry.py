@@ -120,6 +120,11 @@ class Entry:
         """Return the local part of a tensor of the state."""
         return local(self.state[key])
 
+    def put(self, key: str, part: Tensor) -> None:
+        """Make a tensor the local part of one of the state."""
+        shard, shape = self._placement(key)
+        self.state[key] = shard.wrap(part, shape)
+
     def weight(self) -> Tensor:
         """Return the (effective) weight in the dtype of the state.
 

@@ -4,7 +4,6 @@ Two shortcuts for AdamW change the speed alone: a closed form and plain paramete
 do learned scales.
 """
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,15 +12,24 @@ import torch
 from torch import Tensor
 
 from symexplin.curve import outputs_first, stack_size
-from symexplin.kernels.interface import Delta, Kernels, Matrices, Span, Tensors, matrix_shape
-from symexplin.optim.batch import Batch, Rule, runs
+from symexplin.kernels.interface import Delta, Kernels, Matrices, Rates, Span, Tensors
+from symexplin.optim.batch import ADAMW, Batch, Rule, runs
 from symexplin.optim.entry import Entry, Leaf, flat
-from symexplin.optim.scales import ADAMW, JoinedScales, rates_of
-from symexplin.products import divides
+from symexplin.optim.groups import rate_of
+from symexplin.optim.products import PackedScales, divides
 
 __all__ = ["ClosedBatch", "ProductBatch"]
 
 _ALIGNED = 16  # rows: torch's kernels compute the last numbers of a tensor in another way, and a cut must not matter
+
+
+def rates_of(entry: Entry) -> Rates:
+    """Return AdamW's numbers for the update of a parameter."""
+    group, step = entry.group, float(entry.state["step"])
+    beta1, beta2 = map(float, group["betas"])
+    corrections = 1.0 - beta1**step, 1.0 - beta2**step
+    return Rates(rate_of(group), float(group["weight_decay"]), beta1, beta2, float(group["eps"]), *corrections)
+
 
 _Chunk = tuple[Any, list[Span]]  # a plan's part, and the spans of parameters' entries in the order of memory
 
@@ -88,20 +96,18 @@ class ProductBatch(Batch):
     def __init__(self, entries: Sequence[Entry], rule: Rule, kernels: Kernels) -> None:
         super().__init__(entries, rule)
         self._is_split = bool(entries[0].shard.groups)
-        # A process with an empty part has no kernels, and replicas of a scale must have the same bits.
-        self._is_quick = rule.is_adamw and not self._is_split
-        self._scales = JoinedScales(entries, kernels if self._is_quick else None)
-        self._deltas = _Deltas(entries)
-        weights = self._split([entry.value for entry in entries])
-        shapes = zip(*map(matrix_shape, weights), strict=True)
-        rows, columns = (list(itertools.accumulate(side, initial=0))[:-1] for side in shapes)
+        self._scales = PackedScales(entries, list(rule.moments("scale", "")), kernels)
+        deltas = [delta for entry in entries for delta in _deltas(entry)]
         moments = ADAMW if rule.is_adamw else ()
         self._plan = kernels.products(
             Matrices(
-                *(weights, self._split([entry.own("raw") for entry in entries]), rows, columns),
+                self._split([entry.value for entry in entries]),
+                self._split([entry.own("raw") for entry in entries]),
+                rows=list(self._scales.starts(True)),
+                columns=list(self._scales.starts(False)),
                 magnitude=entries[0].map.config.mode == "mismatch",
                 normalized=divides(entries[0].map),
-                deltas=self._deltas.of_matrices if any(self._deltas.of_matrices) else None,
+                deltas=deltas if any(deltas) else None,
                 moments=[self._split([entry.own(name) for entry in entries]) for name in moments],
             )
         )
@@ -114,12 +120,9 @@ class ProductBatch(Batch):
     def norm(self) -> Tensor:
         """See :meth:`Batch.norm`."""
         self._grads = self._split([entry.gradient() for entry in self.entries])
-        self._deltas.read()
-        learned = self._scales.learned()
-        factors = self._scales.factors(learned)
-        norm, sums = self._plan.norm(self._grads, self._scales.for_kernels(factors))
-        self._scales.pull(learned, factors, sums)
-        self._deltas.write_gradients()
+        factors = self._scales.factors()
+        norm, sums = self._plan.norm(self._grads, factors)
+        self._scales.pull(factors, sums)
         if self._is_split:
             return norm
         of_scales = torch.linalg.vector_norm(self._scales.gradient).to(norm)
@@ -128,15 +131,14 @@ class ProductBatch(Batch):
 
     def step(self, clip: Tensor | None) -> Iterator[list[Leaf]]:
         """See :meth:`Batch.step`."""
-        if self._is_quick:
-            self._scales.update(clip)
+        if self.rule.is_adamw:
+            self._scales.update(rates_of(self.entries[0]), clip, None)
         elif scales := self.scale_leaves(None):
             if clip is not None:
                 self._scales.gradient.mul_(clip.to(self._scales.gradient))  # all at once
             yield scales
-        factors = self._scales.for_kernels(self._scales.factors(self._scales.learned()))
-        self._deltas.read()
-        if self.rule.is_adamw and self._plan.fused:
+        factors = self._scales.factors()
+        if self.rule.is_adamw:
             self._plan.update(rates_of(self.entries[0]), clip, factors)
         else:
             for part, spans in self._chunks or self._cut():
@@ -193,50 +195,15 @@ def _leaves(batch: Batch, spans: Sequence[Span], values: Tensor | None, grads: T
         at += size
 
 
-class _Deltas:
-    """The low-rank summands A B of matrices, in the order of memory, with their gradients.
-
-    Kernels take contiguous tensors. Those that are transposed in this order have copies.
-    """
-
-    def __init__(self, entries: Sequence[Entry]) -> None:
-        self._values: list[tuple[Tensor, Tensor]] = []  # the copies, each with its tensor
-        self._gradients: list[tuple[Tensor, Tensor]] = []
-        self.of_matrices: list[Delta | None] = []
-        for entry in entries:
-            names = [tensor.name for tensor in entry.map.by_role("delta")]
-            values = _in_memory(entry, [entry.own(name) for name in names])
-            gradients = _in_memory(entry, [entry.grads[name] for name in names])
-            self.of_matrices += [
-                Delta(*(_contiguous(x, self._values) for x in own), *(_contiguous(x, self._gradients) for x in by))
-                for own, by in zip(values, gradients, strict=True)
-            ] or [None] * stack_size(entry.axes, entry.value.shape)
-
-    def read(self) -> None:
-        """Copy the present values."""
-        for copy, value in self._values:
-            copy.copy_(value)
-
-    def write_gradients(self) -> None:
-        """Copy the gradients back."""
-        for copy, gradient in self._gradients:
-            gradient.copy_(copy)
-
-
-def _contiguous(tensor: Tensor, copies: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the tensor itself if it is contiguous, else a new one, which `copies` gets with it."""
-    if tensor.is_contiguous():
-        return tensor.view(-1).view(tensor.shape)  # one row or column may have other strides
-    copies.append((torch.empty_like(tensor, memory_format=torch.contiguous_format), tensor))
-    return copies[-1][0]
-
-
-def _in_memory(entry: Entry, factors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Return the LoRA factors of each matrix, that along rows before that along columns."""
-    if not factors:
-        return []
-    pairs = list(zip(*(_matrices(entry.axes, factor) for factor in factors), strict=True))
-    return pairs if outputs_first(entry.axes) else [(b.mT, a.mT) for a, b in pairs]
+def _deltas(entry: Entry) -> list[Delta | None]:
+    """Return the low-rank summand of each matrix, with where its gradients go."""
+    names = [tensor.name for tensor in entry.map.by_role("delta")]
+    if not names:
+        return [None] * stack_size(entry.axes, entry.value.shape)
+    tensors = [of(name) for of in (entry.own, entry.grads.__getitem__) for name in names]
+    if not outputs_first(entry.axes):  # (A B)^T = B^T A^T
+        tensors = [tensor.mT for tensor in (tensors[1], tensors[0], tensors[3], tensors[2])]
+    return [Delta(*parts) for parts in zip(*(_matrices(entry.axes, tensor) for tensor in tensors), strict=True)]
 
 
 def _width(entry: Entry) -> int:

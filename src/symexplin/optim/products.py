@@ -1,0 +1,307 @@
+"""Learned scales that are products of one number per output and one per input (paper, section 4.4), packed.
+
+For such a map the curvature kappa, the amplitude c and the slope lambda of the linear pathway of an entry are products,
+too, of one factor that belongs to its row in memory and one that belongs to its column:
+
+    w_eff = c sign(w) expm1(kappa |w|) + lambda u(w) + A B      u = |w| for mode mismatch, else w
+
+with c = s e exp(-n)/d and lambda = s l/d. Kernels know these factors and nothing of the scales. :class:`PackedScales`
+computes the factors from the scales, and the gradients of the scales from a kernel's sums, for all parameters of a
+batch at once: a fixed number of operations, whatever their number.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from symexplin.curve import Map, ScaleTensor, dims_of, is_weight, outputs_first, sides, stack_size
+from symexplin.kernels.interface import Factors, Kernels, Rates, Tensors
+from symexplin.modes import exp
+from symexplin.optim.annealing import multiplier
+from symexplin.optim.batch import ADAMW
+from symexplin.optim.entry import Entry, moment_key
+
+__all__ = ["PackedScales", "divides", "fixed_factors", "is_product"]
+
+_SIGNS = {"mismatch": 1.0, "congruent": 1.0, "oppose": -1.0, "exp_only": 0.0, "linear": 1.0}  # of lambda
+_PRODUCTS = ("fixed", "global", "row", "column", "row_col_mult")
+_SUMS = ("fixed", "global", "row", "column", "row_col_add")  # of logarithms, whose exponentials are products
+_KAPPA, _C, _LAMBDA = range(3)  # lines of a table of factors
+_LINES = {"m": (_KAPPA,), "e": (_C,), "n": (_C,), "l": (_LAMBDA,), "s": (_C, _LAMBDA)}  # that a role multiplies
+
+
+@functools.cache
+def is_product(spec: Map) -> bool:
+    """Whether kappa, c and lambda are products.
+
+    >>> from symexplin.presets import preset
+    >>> [is_product(Map.of((4, 3), "oi", preset(name))) for name in ("paper", "paper+offset", "absorbed")]
+    [True, True, True]
+    """
+    return spec.config.mode in _SIGNS and all(
+        spec.pattern(role) in (_SUMS if role == "n" or spec.is_log(role) else _PRODUCTS)
+        for role in spec.config.roles
+        if role != "delta"
+    )
+
+
+def divides(spec: Map) -> bool:
+    """Whether c and lambda are divided by kappa."""
+    return spec.config.normalize and spec.config.mode != "linear"
+
+
+def fixed_factors(spec: Map) -> tuple[float, float, float]:
+    """Return the numbers in kappa, c and lambda that are not learned.
+
+    If kappa normalizes, c and lambda are still to be divided by it.
+    """
+    config = spec.config
+
+    def number(role: str, otherwise: float) -> float:
+        return spec.first(role) if role in config.roles and not spec.by_role(role) else otherwise
+
+    share = number("s", 1.0)
+    linear = share * number("l", 1.0) * _SIGNS[config.mode]
+    if config.mode == "linear":  # has no exponential: of another kappa exp(kappa |w|) may be infinite
+        return 0.0, 0.0, linear
+    kappa = number("m", 1.0) * (1.0 if config.curvature == "absorbed" else spec.beta)
+    d = 1.0 if config.normalize else spec.beta
+    return kappa, share * number("e", 1.0) * float(exp(-number("n", 0.0))) / d, linear / d
+
+
+class _Numbers(NamedTuple):
+    """The learned numbers of one role along the rows or the columns, as views of all of them and of all gradients."""
+
+    role: str
+    is_row: bool
+    at: slice  # of the rows or columns that they belong to
+    values: Tensor
+    gradient: Tensor
+    owners: Tensor | None = None  # for each row the number that its matrix has alone; None: each has its own
+    counts: Tensor | None = None  # of the rows of each number
+
+    def spread(self, of: Tensor) -> Tensor:
+        """Return one value for each row or column."""
+        return of if self.owners is None else of.index_select(0, self.owners)
+
+    def write(self, gradient: Tensor) -> None:
+        """Write gradients by row or column to those of the numbers."""
+        if self.counts is None:
+            self.gradient.copy_(gradient)
+        else:  # the check of the lengths would wait for the device
+            self.gradient.copy_(torch.segment_reduce(gradient, "sum", lengths=self.counts, unsafe=True))
+
+
+class _Place(NamedTuple):
+    """A learned tensor of a parameter, and which of the packed numbers it has."""
+
+    entry: Entry
+    tensor: ScaleTensor
+    key: tuple[str, str]  # its role, and "row", "column" or "global", for a delta its factor
+
+
+class PackedScales:
+    """The learned scales of parameters with one map: all numbers in one tensor, their gradients and moments in others.
+
+    The numbers lie role by role, in a role those of all rows, then of all columns. The states of the parameters have
+    views, under the names that the module form uses. Biases come last among the parameters: each is one row, which has
+    no number, and its outputs are columns.
+    """
+
+    def __init__(self, entries: Sequence[Entry], moments: Sequence[str], kernels: Kernels) -> None:
+        self.entries, self.spec = entries, entries[0].map
+        places = sorted(_places(entries), key=lambda place: _order(place.key))
+        names = [(place.entry, place.tensor.name) for place in places]
+        sizes = [place.entry.own(name).numel() for place, (_, name) in zip(places, names, strict=True)]
+        device = entries[0].value.device
+        self.values = _pack(names, sizes, device)
+        self.moments = [
+            _pack([(entry, moment_key(name, moment)) for entry, name in names], sizes, device) for moment in moments
+        ]
+        self.gradient = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+        for (entry, name), part in zip(names, torch.split(self.gradient, sizes), strict=True):
+            entry.grads[name] = _viewed(entry, name, part)
+        groups = self._lay_out(places, sizes)
+        if tuple(moments) == ADAMW:
+            self._plans = [(tensor, kernels.closed(None, self._tensors(flat))) for tensor, flat in groups]
+
+    def _tensors(self, flat: slice) -> Tensors:
+        exp_avgs, exp_avg_sqs = ([moment[flat]] for moment in self.moments)
+        return Tensors([self.values[flat]], exp_avgs, exp_avg_sqs, grads=[self.gradient[flat]])
+
+    def _lay_out(self, places: Sequence[_Place], sizes: Sequence[int]) -> list[tuple[ScaleTensor, slice]]:
+        """Find the rows and columns of every number, and the factors without the learned ones.
+
+        Return one of the scales that have equal rates, and their numbers.
+        """
+        lengths = [[_length(entry, is_row) for entry in self.entries] for is_row in (True, False)]
+        starts = [list(itertools.accumulate(of, initial=0)) for of in lengths]
+        self._starts = starts
+        self.counts = starts[0][-1], starts[1][-1]
+        device, (kappa, c, linear) = self.values.device, fixed_factors(self.spec)
+        ones = torch.ones(3, self.counts[1], dtype=torch.float32, device=device)
+        fixed = torch.tensor([[kappa], [c], [linear]], dtype=torch.float32, device=device).repeat(1, self.counts[0])
+        self._fixed = fixed, ones
+        index = {id(entry): i for i, entry in enumerate(self.entries)}
+        self._numbers: list[_Numbers] = []
+        ends: dict[str, tuple[ScaleTensor, int, int]] = {}  # by role
+        at = 0
+        for key, run in itertools.groupby(zip(places, sizes, strict=True), key=lambda item: item[0].key):
+            of, counts = zip(*run, strict=True)
+            flat = slice(at, at := at + sum(counts))
+            ends[key[0]] = of[0].tensor, ends.get(key[0], (None, flat.start))[1], flat.stop
+            if key[0] == "delta":
+                continue
+            is_row, owners = key[1] != "column", [index[id(place.entry)] for place in of]
+            side = starts[not is_row]
+            whole = slice(side[owners[0]], side[owners[-1] + 1])
+            numbers = _Numbers(key[0], is_row, whole, self.values[flat], self.gradient[flat])
+            self._numbers.append(_shared(numbers, of) if key[1] == "global" else numbers)
+        return [(tensor, slice(start, stop)) for tensor, start, stop in ends.values()]
+
+    def starts(self, is_row: bool) -> Iterator[int]:
+        """Yield the first row or column of every matrix among those of all."""
+        for entry, start in zip(self.entries, self._starts[not is_row], strict=False):
+            count = stack_size(entry.axes, entry.value.shape)
+            size = _length(entry, is_row) // max(1, count)
+            yield from (start + k * size for k in range(count))
+
+    def factors(self) -> Factors:
+        """Return kappa, c and lambda of all rows and of all columns under the present scales."""
+        rows, columns = found = self._fixed[0].clone(), self._fixed[1].clone()
+        self._learned = {(n.role, n.is_row): n.spread(self._multiplier(n)) for n in self._numbers}
+        for numbers in self._numbers:
+            for line in _LINES[numbers.role]:
+                found[not numbers.is_row][line, numbers.at].mul_(self._learned[numbers.role, numbers.is_row])
+        if divides(self.spec):
+            rows[1:].div_(rows[0])
+            columns[1:].div_(columns[0])
+        return rows, columns
+
+    def _multiplier(self, numbers: _Numbers) -> Tensor:
+        """Return what the numbers multiply."""
+        if numbers.role == "n":
+            return torch.exp(-numbers.values)
+        return torch.exp(numbers.values) if self.spec.is_log(numbers.role) else numbers.values
+
+    def pull(self, factors: Factors, sums: Factors) -> None:
+        """Write the gradients of the scales, given :meth:`factors` and a kernel's sums over rows and columns.
+
+        The sums are those of :meth:`symexplin.kernels.interface.ProductPlan.norm`. Where kappa normalizes, the second
+        is the derivative by ln kappa with c kappa constant, since that with c constant would cancel.
+        """
+        by = [side.to(torch.float32) for side in sums]
+        for numbers in self._numbers:
+            side, at = not numbers.is_row, numbers.at
+            kappa, c, linear = factors[side][:, at]
+            by_c, by_kappa, by_linear = by[side][:, at]
+            if numbers.role == "m" and divides(self.spec):
+                gradient = by_kappa * c - by_linear * linear
+                if not self.spec.is_log("m"):
+                    gradient = gradient / self._learned["m", numbers.is_row]
+            elif numbers.role == "m":  # kappa/m is what m multiplies
+                gradient = by_kappa * c * (kappa if self.spec.is_log("m") else self._fixed[side][_KAPPA, at])
+            elif numbers.role == "n":
+                gradient = -by_c * c
+            else:
+                of_lines = {_C: by_c, _LAMBDA: by_linear}
+                parts = [of_lines[line] * self._others(numbers, line)[at] for line in _LINES[numbers.role]]
+                gradient = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+                if divides(self.spec):
+                    gradient = gradient / kappa
+            numbers.write(gradient)
+
+    def _others(self, numbers: _Numbers, line: int) -> Tensor:
+        """Return what a role multiplies in a line of all rows or columns."""
+        product = self._fixed[not numbers.is_row][line]
+        others = [
+            n for n in self._numbers if n.is_row == numbers.is_row and line in _LINES[n.role] and n.role != numbers.role
+        ]
+        if others:
+            product = product.clone()
+        for other in others:
+            product[other.at].mul_(self._learned[other.role, other.is_row])
+        return product
+
+    def update(self, rates: Rates, clip: Tensor | None, resting: Tensor | None) -> None:
+        """Apply AdamW to all numbers but the `resting` ones (a mask)."""
+        tensors = (self.values, *self.moments)
+        before = [tensor.clone() for tensor in tensors] if resting is not None else []
+        for tensor, plan in self._plans:
+            rate = rates.lr * tensor.lr_scale * multiplier(f"k_{tensor.role}", self.entries[0].group)
+            plan.update(rates._replace(lr=rate, decay=rates.decay if tensor.decays else 0.0), clip)
+        if resting is not None:
+            for packed, old in zip(tensors, before, strict=True):
+                torch.where(resting, old, packed, out=packed)
+
+    def mask_of(self, entries: Sequence[Entry]) -> Tensor:
+        """Return which numbers do not belong to these parameters."""
+        mask = torch.ones(self.values.shape, dtype=torch.bool, device="cpu")
+        for entry in entries:
+            for name in entry.scales:
+                first = int(entry.grads[name].storage_offset())
+                mask[first : first + entry.grads[name].numel()] = False
+        return mask.to(self.values.device)
+
+
+def _places(entries: Sequence[Entry]) -> Iterator[_Place]:
+    """Yield the learned tensors of parameters with what they belong to."""
+    for entry in entries:
+        outputs, inputs = dims_of(entry.axes, "eo"), dims_of(entry.axes, "ei")
+        for tensor in entry.map.tensors:
+            if tensor.role == "delta":
+                key = tensor.name
+            elif tensor.dims == outputs:
+                key = "row" if outputs_first(entry.axes) else "column"
+            elif is_weight(entry.axes) and tensor.dims == inputs:
+                key = "column" if outputs_first(entry.axes) else "row"
+            else:
+                key = "global"
+            yield _Place(entry, tensor, (tensor.role, key))
+
+
+def _order(key: tuple[str, str]) -> tuple[int, int]:
+    """Return where the numbers of a role and a side lie among all."""
+    return (*_LINES, "delta").index(key[0]), ("global", "row", "column", "delta_A", "delta_B").index(key[1])
+
+
+def _length(entry: Entry, is_row: bool) -> int:
+    """Return the number of rows or of columns of all matrices of a parameter; a bias is one row."""
+    outputs, inputs = sides(entry.axes, entry.value.shape)
+    rows, columns = (outputs, inputs) if outputs_first(entry.axes) else (inputs, outputs)
+    return stack_size(entry.axes, entry.value.shape) * (rows if is_row else columns)
+
+
+def _pack(names: Sequence[tuple[Entry, str]], sizes: Sequence[int], device: torch.device) -> Tensor:
+    """Return one tensor with the values of tensors of states, which become views of it."""
+    packed = torch.empty(sum(sizes), dtype=torch.float32, device=device)
+    for (entry, name), part in zip(names, torch.split(packed, list(sizes)), strict=True):
+        own = entry.own(name)
+        entry.put(name, _viewed(entry, name, part).copy_(own))
+    return packed
+
+
+def _viewed(entry: Entry, name: str, part: Tensor) -> Tensor:
+    """Return packed numbers with the shape of a tensor of the state.
+
+    The factors of a delta lie in the order of memory of their matrix, as kernels take them.
+    """
+    shape = entry.own(name).shape
+    is_turned = name.startswith("delta") and not outputs_first(entry.axes)
+    return part.view(*shape[:-2], shape[-1], shape[-2]).mT if is_turned else part.view(shape)
+
+
+def _shared(numbers: _Numbers, places: Sequence[_Place]) -> _Numbers:
+    """Return the numbers of whole matrices with the rows that share each."""
+    counts = []
+    for place in places:
+        stack = stack_size(place.entry.axes, place.entry.value.shape)
+        counts += [_length(place.entry, True) // max(1, stack)] * stack
+    device = numbers.values.device
+    lengths = torch.tensor(counts, dtype=torch.int64, device="cpu")
+    owners = torch.arange(len(counts), dtype=torch.int32, device="cpu").repeat_interleave(lengths)
+    return numbers._replace(owners=owners.to(device), counts=lengths.to(device))
