@@ -12,7 +12,6 @@ class SELLion(sel.RawSpaceOptimizer):
     """Lion (Chen et al. 2023, arXiv 2302.06675) on raw weights, biases, scales and plain parameters."""
 
     moments = ("exp_avg",)
-    elementwise = True
 
     def __init__(
         self,

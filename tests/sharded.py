@@ -188,7 +188,7 @@ def weights(model):
 def states(model, optimizer):
     """Return every tensor of the optimizer's state, whole, by parameter and name."""
     names = {p: name.removeprefix("module.") for name, p in model.named_parameters()}
-    for part in (local(value) for state in optimizer.state.values() for value in state.values()):
+    for part in (local(value) for state in optimizer.state_dict()["state"].values() for value in state.values()):
         assert part.untyped_storage().nbytes() == part.numel() * part.element_size()  # not a view of the whole
     return {f"{names[p]} {key}": full(value) for p, state in optimizer.state.items() for key, value in state.items()}
 

@@ -324,7 +324,6 @@ def test_a_step_waits_for_no_device(name, dtype, kind, monkeypatch):
     optimizer._diverged = True  # as between two looks
     with Waits() as waits:
         optimizer.step()
-    assert waits.storages
     assert waits.storages <= own
 
 

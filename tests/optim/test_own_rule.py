@@ -11,7 +11,6 @@ from training import (
     PAPER,
     RULE_CASES,
     SELSGD,
-    assert_same_bits,
     backward,
     build,
     network,
@@ -137,7 +136,6 @@ class Signed(sel.RawSpaceOptimizer):
     """Moves each entry by the rate, and counts in a moment."""
 
     moments = ("signs",)
-    elementwise = True
     largest = 0
 
     def rule_(self, leaves, group):  # noqa: ARG002
@@ -146,15 +144,6 @@ class Signed(sel.RawSpaceOptimizer):
             assert leaf.value.dim() == leaf.grad.dim() == leaf.moments["signs"].dim() == len(leaf.shape)
             leaf.moments["signs"].add_(leaf.grad.sign())
             leaf.value.sub_(leaf.lr * leaf.grad.sign())
-
-
-class WholeSigned(Signed):
-    def rule_(self, leaves, group):  # a rule of its own that does not say that it may be cut
-        super().rule_(leaves, group)
-
-
-class UncutSigned(Signed):
-    elementwise = False
 
 
 def step_of(kind, config, size, choice):
@@ -170,20 +159,15 @@ def step_of(kind, config, size, choice):
 
 @pytest.mark.parametrize("config", [sel.SELConfig(), PAPER], ids=["default", "paper"])
 @pytest.mark.parametrize("size", [16, 1024])
-def test_a_rule_gets_whole_tensors_unless_it_says_that_it_is_elementwise(config, size):
+def test_a_rule_gets_whole_tensors(config, size):
     model, optimizer = step_of(Normalized, config, size, "auto")
     assert optimizer.largest == max(size**2, 24 * size)
     twin, _ = step_of(Normalized, config, size, "readable")
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-8)
-    cut, of_cut = step_of(Signed, config, size, "auto")
-    whole, of_whole = step_of(WholeSigned, config, size, "auto")
-    assert of_whole.largest == step_of(UncutSigned, config, size, "auto")[1].largest == optimizer.largest
-    has_kernels = kernels.kernels_for("cpu") is not None
-    assert (of_cut.largest < optimizer.largest) == (size == 1024 and has_kernels)
-    assert_same_bits(cut, whole)
-    for p, q in zip(cut.parameters(), whole.parameters(), strict=True):
-        assert of_cut.state[p]["signs"].equal(of_whole.state[q]["signs"])
+    model, optimizer = step_of(Signed, config, size, "auto")
+    assert optimizer.largest == max(size**2, 24 * size)
+    assert all(optimizer.state[p]["signs"].abs().max() <= 1 for p in model.parameters())
 
 
 @pytest.mark.parametrize("name", ["raw", "master", "step", "e_row"])

@@ -42,16 +42,17 @@ def is_right(kernels: Kernels, device: torch.device) -> bool:
 
 def _is_closed_right(kernels: Kernels, device: torch.device) -> bool:
     size, closed = torch.logspace(-6, 1, 600, dtype=torch.float32, device=device), Closed("exp_only", _KAPPA, 0.2)
-    start, grads = torch.cat([size, -size]), [torch.ones(1200, dtype=torch.float32, device=device)]
+    start, grad = torch.cat([size, -size]), torch.ones(1200, dtype=torch.float32, device=device)
     v = start.double()
     exact = closed.move(v, -_RATES.lr - _RATES.lr * _RATES.decay * closed.raw(v))
     weights = start.clone(), start.clone()
     passes = [kernels.closed(closed, Tensors([weight], *_moments(weight))) for weight in weights]
-    norms = [plan.norm(grads) for plan in passes]
+    for plan in passes:
+        plan.take([grad])
+    norms = [plan.norm() for plan in passes]
     passes[0].update(_RATES, None)
-    part = passes[1].part([(0, 0, 700), (0, 700, 1200)])
-    values, raw_grads = passes[1].pull(part, None)
-    passes[1].push(part, values * (1.0 - _RATES.lr * _RATES.decay) - _RATES.lr)
+    values, raw_grads = passes[1].pull(None)
+    passes[1].push(values * (1.0 - _RATES.lr * _RATES.decay) - _RATES.lr)
     close = [(weight.double() - exact).abs() <= 1e-6 * (exact.abs() + v.abs()) for weight in weights]
     slope = closed.slope(v)
     pairs = [(norm, torch.linalg.vector_norm(slope)) for norm in norms]
@@ -68,7 +69,8 @@ def _are_products_right(kernels: Kernels, device: torch.device) -> bool:
     delta = Delta(a, b, torch.empty_like(a), torch.empty_like(b))
     weight = torch.empty_like(raw)
     moments = _moments(weight)
-    plan = kernels.products(Matrices([weight], [raw], [0], [0], magnitude=True, deltas=[delta], moments=moments))
+    places, kind = ([0], [0], (520, 300)), {"half": False, "magnitude": True, "device": device}
+    plan = kernels.products(Matrices([weight], [raw], *places, deltas=[delta], moments=moments, **kind))
     ones = torch.ones_like(columns)
     factors = (
         torch.stack([_KAPPA * slopes, rows / _KAPPA, slopes / _KAPPA]),
@@ -81,10 +83,10 @@ def _are_products_right(kernels: Kernels, device: torch.device) -> bool:
     x = _KAPPA * w.abs()
     exact_raw = g * (e * torch.exp(x) + w.sign() / _KAPPA)
     by_c, by_kappa = g * w.sign() * torch.expm1(x), g * w * torch.exp(x)
-    norm, sums = plan.norm([grad], factors)
-    part = plan.part([(0, 0, 300), (0, 300, 520)])
-    raw_grads = plan.pull(part, None)
-    plan.push(part, factors)
+    plan.take([grad])
+    norm, sums = plan.norm(factors)
+    raw_grads = plan.pull(None, factors)
+    plan.push(factors)
     are_right = _are_close(
         [
             (norm, torch.linalg.vector_norm(exact_raw)),
@@ -97,9 +99,7 @@ def _are_products_right(kernels: Kernels, device: torch.device) -> bool:
             (weight, effective(w)),
         ]
     )
-    if not plan.fused:
-        return are_right
-    plan.update(_RATES, None, factors)
+    plan.update(_RATES, None, factors, factors)
     w = w - _RATES.lr * _RATES.decay * w - _RATES.lr * exact_raw.sign()
     return are_right and _are_close([(raw, w), (weight, effective(w))])
 

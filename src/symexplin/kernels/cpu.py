@@ -25,7 +25,6 @@ from symexplin.kernels.interface import (
     Matrices,
     ProductPlan,
     Rates,
-    Span,
     Tensors,
 )
 
@@ -74,7 +73,7 @@ class _Call(ctypes.Structure):
 
 
 class _Part(NamedTuple):
-    """Spans cut into tasks for threads, and the number of their entries."""
+    """Tensors cut into tasks for threads, and the number of their entries."""
 
     tasks: "array.array[int]"
     size: int
@@ -103,15 +102,14 @@ class _Library:
         return torch.tensor(total, dtype=torch.float64, device=_CPU).sqrt()
 
 
-def _cut(spans: Sequence[Span], widths: Sequence[int], size: int) -> _Part:
-    """Return tasks of about `size` entries, for spans of rows of these widths."""
+def _cut(heights: Sequence[int], widths: Sequence[int], size: int) -> _Part:
+    """Return tasks of about `size` entries, for tensors of rows of these widths."""
     tasks: array.array[int] = array.array("q")
     at = 0
-    for item, start, stop in spans:
-        width = widths[item]
+    for item, (rows, width) in enumerate(zip(heights, widths, strict=True)):
         height = max(1, size // max(1, width))
-        for first in range(start, stop, height):
-            last = min(first + height, stop)
+        for first in range(0, rows, height):
+            last = min(first + height, rows)
             tasks.extend((item, first, last, at))
             at += (last - first) * width
     return _Part(tasks, at)
@@ -124,38 +122,33 @@ class _CpuClosedPlan(ClosedPlan):
 
     def _prepare(self) -> None:
         sizes = [weight.numel() for weight in self.tensors.weights]
-        self._all = self.part([(i, 0, size) for i, size in enumerate(sizes)])
+        self._tasks = _cut(sizes, [1] * len(sizes), _TILE)
         self._tables = [None if line is None else _numbers(map(Tensor.data_ptr, line)) for line in self.tensors[:4]]
         self._call = call = _Call(plain=self.closed is None, half=self.tensors.are_half)
         call.weights, call.exp_avgs, call.exp_avg_sqs, call.masters = map(_address, self._tables)
 
-    def _norm(self) -> Tensor:
+    def norm(self) -> Tensor:
         _set_step(self._call, self.closed, None)
-        return self._library.norm(self._call, _NORM, self._all, self.grads)
+        return self._library.norm(self._call, _NORM, self._tasks, self.grads)
 
     def update(self, rates: Rates, clip: Tensor | None) -> None:
         _set_step(self._call, self.closed, clip, rates)
-        self._library.run(self._call, _STEP, self._all, self.grads)
+        self._library.run(self._call, _STEP, self._tasks, self.grads)
 
-    def part(self, spans: Sequence[Span]) -> _Part:
-        return _cut(spans, [1] * len(self.tensors.weights), _TILE)
-
-    def pull(self, part: _Part, clip: Tensor | None) -> tuple[Tensor, Tensor]:
-        values, grads = (torch.empty(part.size, dtype=torch.float32, device=_CPU) for _ in range(2))
+    def pull(self, clip: Tensor | None) -> tuple[Tensor, Tensor]:
+        values, grads = (torch.empty(self._tasks.size, dtype=torch.float32, device=_CPU) for _ in range(2))
         _set_step(self._call, self.closed, clip)
         self._call.values, self._call.scratch = values.data_ptr(), grads.data_ptr()
-        self._library.run(self._call, _PULL, part, self.grads)
+        self._library.run(self._call, _PULL, self._tasks, self.grads)
         return values, grads
 
-    def push(self, part: _Part, values: Tensor) -> None:
+    def push(self, values: Tensor) -> None:
         _set_step(self._call, self.closed, None)
         self._call.values = values.data_ptr()
-        self._library.run(self._call, _PUSH, part, self.grads)
+        self._library.run(self._call, _PUSH, self._tasks)
 
 
 class _CpuProductPlan(ProductPlan):
-    fused = True
-
     def __init__(self, library: _Library, matrices: Matrices) -> None:
         self._library = library
         super().__init__(matrices)
@@ -163,7 +156,7 @@ class _CpuProductPlan(ProductPlan):
     def _prepare(self) -> None:
         matrices = self.matrices
         shapes, pad = matrices.shapes, self._library.pad
-        self._widths = [width for _, width in shapes]
+        heights, widths = ([shape[side] for shape in shapes] for side in range(2))
         deltas: Sequence[Delta | None] = matrices.deltas or [None] * len(shapes)
         ranks = [delta.a.shape[-1] if delta else 0 for delta in deltas]
         self._delta_gradients = [gradient for delta in deltas if delta for gradient in (delta.by_a, delta.by_b)]
@@ -178,52 +171,48 @@ class _CpuProductPlan(ProductPlan):
                 *(map(Tensor.data_ptr, delta) if delta else (0,) * 4),
             )
         )
-        self._call = call = _Call(half=matrices.weights[0].dtype == torch.bfloat16, magnitude=matrices.magnitude)
-        call.normalized = matrices.normalized
+        self._call = call = _Call(half=matrices.half, magnitude=matrices.magnitude)
+        call.normalized, call.matrices = matrices.normalized, _address(self._table)
         call.all_rows, call.all_columns = matrices.counts
-        call.matrices = _address(self._table)
+        self._tasks = _cut(heights, widths, _TILE)
         # The tasks of a norm have sums by column in scratch memory instead of gradients.
-        tasks, at = _cut([(i, 0, rows) for i, (rows, _) in enumerate(shapes)], self._widths, _NORM_TILE), 0
-        for k in range(0, len(tasks.tasks), 4):
-            item, tasks.tasks[k + 3] = tasks.tasks[k], at
-            at += (_SUMS + ranks[item]) * (self._widths[item] + pad)
-        self._all, self._sums = tasks, at
+        self._norm_tasks, at = _cut(heights, widths, _NORM_TILE), 0
+        for k in range(0, len(self._norm_tasks.tasks), 4):
+            item, self._norm_tasks.tasks[k + 3] = self._norm_tasks.tasks[k], at
+            at += (_SUMS + ranks[item]) * (widths[item] + pad)
+        self._sums = at
 
-    def _norm(self, factors: Factors) -> tuple[Tensor, Factors]:
+    def norm(self, factors: Factors) -> tuple[Tensor, Factors]:
         call = self._call
         sums = torch.zeros(self._sums, dtype=torch.float32, device=_CPU)
         by = [torch.zeros(side.shape, dtype=torch.float64, device=_CPU) for side in factors]
         if self._delta_gradients:
             torch._foreach_zero_(self._delta_gradients)
         call.scratch, call.by_rows, call.by_columns = sums.data_ptr(), by[0].data_ptr(), by[1].data_ptr()
-        self._factors = factors  # the old ones, for `pull`
         self._use(factors)
-        return self._library.norm(call, _PRODUCT + _NORM, self._all, self.grads), (by[0], by[1])
+        return self._library.norm(call, _PRODUCT + _NORM, self._norm_tasks, self.grads), (by[0], by[1])
 
     def _use(self, factors: Factors) -> None:
         self._call.of_rows, self._call.of_columns = (side.data_ptr() for side in factors)
 
-    def part(self, spans: Sequence[Span]) -> _Part:
-        return _cut(spans, self._widths, _TILE)
-
-    def pull(self, part: _Part, clip: Tensor | None) -> Tensor:
-        grads = torch.empty(part.size, dtype=torch.float32, device=_CPU)
-        self._use(self._factors)
-        self._call.scratch, self._call.step.clip = grads.data_ptr(), _number(clip)
-        self._library.run(self._call, _PRODUCT + _PULL, part, self.grads)
-        return grads
-
-    def _update(self, rates: Rates, clip: Tensor | None, factors: Factors) -> None:
+    def update(self, rates: Rates, clip: Tensor | None, old: Factors, new: Factors) -> None:
         call = self._call
-        self._use(self._factors)
-        call.new_rows, call.new_columns = (side.data_ptr() for side in factors)
+        self._use(old)
+        call.new_rows, call.new_columns = (side.data_ptr() for side in new)
         _set_rates(call, rates, 1.0)
         call.step.clip = _number(clip)
-        self._library.run(call, _PRODUCT + _STEP, self._all, self.grads)
+        self._library.run(call, _PRODUCT + _STEP, self._tasks, self.grads)
 
-    def _push(self, part: _Part, factors: Factors) -> None:
+    def pull(self, clip: Tensor | None, factors: Factors) -> Tensor:
+        grads = torch.empty(self._tasks.size, dtype=torch.float32, device=_CPU)
         self._use(factors)
-        self._library.run(self._call, _PRODUCT + _PUSH, part)
+        self._call.scratch, self._call.step.clip = grads.data_ptr(), _number(clip)
+        self._library.run(self._call, _PRODUCT + _PULL, self._tasks, self.grads)
+        return grads
+
+    def push(self, factors: Factors) -> None:
+        self._use(factors)
+        self._library.run(self._call, _PRODUCT + _PUSH, self._tasks)
 
 
 def _constant(library: ctypes.CDLL, name: str) -> int:

@@ -25,7 +25,6 @@ from symexplin.kernels.interface import (
     Matrices,
     ProductPlan,
     Rates,
-    Span,
     Tensors,
 )
 
@@ -37,7 +36,7 @@ _TALL, _ROWS, _COLS = 64, 4, 256  # of a program for a matrix: its rows, and row
 _TILES = 16  # whose sums are added at a time
 _WARPS = 4  # of a program
 _ALIGNED = 16  # bytes, and entries of a row
-_ITEM, _FIRST = 4, 8  # columns of a line: the tensor's index and the first tile
+_ITEM, _FIRST = 4, 7  # columns of a line: the tensor's index and the first tile
 _NO_TRITON = (
     "symexplin has no Triton kernels on {device} ({reason}): PyTorch's operations run there instead, and an optimizer "
     "step takes several times as long. Set SYMEXPLIN_KERNELS=readable to choose PyTorch's operations"
@@ -45,7 +44,7 @@ _NO_TRITON = (
 
 
 class _Group(NamedTuple):
-    """Spans for one launch: their tensors, and on the device their table and its line for each tile."""
+    """Tensors for one launch, and on the device their table and its line for each tile."""
 
     items: list[int]
     table: Tensor
@@ -54,7 +53,7 @@ class _Group(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Spans in groups, and the number of their entries."""
+    """Tensors in groups, and the number of their entries."""
 
     groups: list[_Group]
     size: int
@@ -63,7 +62,7 @@ class _Part(NamedTuple):
 def _groups(
     lines: Sequence[list[int]], tiles: Sequence[int], sizes: Sequence[int], device: torch.device
 ) -> list[_Group]:
-    """Return spans with aligned addresses and sizes, and the others; the lines get their first tiles."""
+    """Return tensors with aligned addresses and sizes, and the others; the lines get their first tiles."""
     aligned = [not any(n % _ALIGNED for n in (*line[:4], size)) for line, size in zip(lines, sizes, strict=True)]
     groups = []
     for kind in (True, False):
@@ -100,13 +99,21 @@ class _GpuClosedPlan(ClosedPlan):
         self._numbers = (1.0, 1.0) if closed is None else (closed.kappa, closed.c)
         self._kind = {"HALF": tensors.are_half, "MASTERS": tensors.masters is not None, "TILE": _TILE}
         self._addresses = _addresses(tensors[:4])
-        self._all = self.part([(i, 0, weight.numel()) for i, weight in enumerate(tensors.weights)])
-        if tensors.grads is not None:
-            self._grads = _Grads(self.grads, self._device)
+        lines, tiles, sizes, at = [], [], [], 0
+        for item, weight in enumerate(tensors.weights):
+            size = weight.numel()
+            lines.append([*self._addresses[item], item, size, at, 0])
+            tiles.append(-(-size // _TILE))
+            sizes.append(size | at)
+            at += size
+        self._all = _Part(_groups(lines, tiles, sizes, self._device), at)
 
-    def _norm(self) -> Tensor:
-        kappa, c = self._numbers
-        self._grads, squares = _Grads(self.grads, self._device), []
+    def take(self, grads: Sequence[Tensor]) -> None:
+        super().take(grads)
+        self._grads = _Grads(self.grads, grads[0].device if grads else _CPU)
+
+    def norm(self) -> Tensor:
+        (kappa, c), squares = self._numbers, []
         for group in self._all.groups:
             squares.append(_floats(len(group.tiles), self._device))
             rest, constants = (self._grads.table, squares[-1], kappa * c, kappa), {"PLAIN": self.closed is None}
@@ -123,42 +130,30 @@ class _GpuClosedPlan(ClosedPlan):
             flags = {**constants, **_constants(rates, clip), "ALIGNED": self._grads.aligned(group)}
             _launch(self._kernels.step, group, *rest, **flags)
 
-    def part(self, spans: Sequence[Span]) -> _Part:
-        lines, tiles, sizes, at = [], [], [], 0
-        for item, start, stop in spans:
-            lines.append([*self._addresses[item], item, start, stop, at, 0])
-            tiles.append(-(-(stop - start) // _TILE))
-            sizes.append(start | stop | at)
-            at += stop - start
-        return _Part(_groups(lines, tiles, sizes, self._device), at)
-
-    def pull(self, part: _Part, clip: Tensor | None) -> tuple[Tensor, Tensor]:
-        values, grads = (_floats(part.size, self._device) for _ in range(2))
-        for group in part.groups:
+    def pull(self, clip: Tensor | None) -> tuple[Tensor, Tensor]:
+        values, grads = (_floats(self._all.size, self._device) for _ in range(2))
+        for group in self._all.groups:
             rest = self._grads.table, values, grads, _clip_coef(clip, self._device), *self._numbers
             flags = {"CLIPS": clip is not None, "ALIGNED": self._grads.aligned(group)}
             _launch(self._kernels.pull, group, *rest, **flags, **self._kind)
         return values, grads
 
-    def push(self, part: _Part, values: Tensor) -> None:
-        for group in part.groups:
+    def push(self, values: Tensor) -> None:
+        for group in self._all.groups:
             rest = values, *self._numbers
             _launch(self._kernels.push, group, *rest, ALIGNED=group.is_aligned, **self._kind)
 
 
 class _GpuProductPlan(ProductPlan):
-    fused = True
-
     def __init__(self, kernels: ModuleType, matrices: Matrices) -> None:
         self._kernels = kernels
         super().__init__(matrices)
 
     def _prepare(self) -> None:
         matrices = self.matrices
-        self._device = matrices.weights[0].device
-        half = matrices.weights[0].dtype == torch.bfloat16
+        self._device = matrices.device
         self._tile, self._delta = {"TALL": _TALL, "COLS": _COLS}, {"DELTA": matrices.deltas is not None}
-        self._kind = {"MAGNITUDE": matrices.magnitude, "HALF": half, "ROWS": _ROWS, **self._tile}
+        self._kind = {"MAGNITUDE": matrices.magnitude, "HALF": matrices.half, "ROWS": _ROWS, **self._tile}
         self._addresses = _addresses([matrices.weights, *(matrices.moments or (None, None)), matrices.raws])
         shapes = matrices.shapes
         deltas: Sequence[Delta | None] = matrices.deltas or [None] * len(shapes)
@@ -169,10 +164,20 @@ class _GpuProductPlan(ProductPlan):
         ]
         self._kinds = self._kernels.SUMS + max(rank for _, _, _, rank, *_ in self._extra)
         self._counts = matrices.counts
-        self._all = self.part([(i, 0, rows) for i, (rows, _) in enumerate(shapes)])
+        lines, tiles, sizes, at = [], [], [], 0
+        for item, (height, columns) in enumerate(shapes):
+            lines.append([*self._addresses[item], item, height, at, 0, *self._extra[item]])
+            tiles.append(-(-height // _TALL) * -(-columns // _COLS))
+            sizes.append(columns | at)
+            at += height * columns
+        self._all = _Part(_groups(lines, tiles, sizes, self._device), at)
 
-    def _norm(self, factors: Factors) -> tuple[Tensor, Factors]:
-        self._grads, self._factors, squares = _Grads(self.grads, self._device), factors, []
+    def take(self, grads: Sequence[Tensor]) -> None:
+        super().take(grads)
+        self._grads = _Grads(self.grads, self._device)
+
+    def norm(self, factors: Factors) -> tuple[Tensor, Factors]:
+        squares = []
         rows, columns = (torch.zeros_like(side) for side in factors)  # a matrix without entries has no tile
         kernels, counts, more = self._kernels, (*self._counts, self._kinds), {**self._delta, **self._tile}
         normalized = self.matrices.normalized
@@ -185,32 +190,22 @@ class _GpuProductPlan(ProductPlan):
             _launch(kernels.product_sums, group, partial, rows, columns, *counts, **more, TILES=_TILES)
         return _root_of(squares), (rows, columns)
 
-    def part(self, spans: Sequence[Span]) -> _Part:
-        lines, tiles, sizes, at = [], [], [], 0
-        for item, start, stop in spans:
-            columns = self._extra[item][0]
-            lines.append([*self._addresses[item], item, start, stop, at, 0, *self._extra[item]])
-            tiles.append(-(-(stop - start) // _TALL) * -(-columns // _COLS))
-            sizes.append(columns | at)
-            at += (stop - start) * columns
-        return _Part(_groups(lines, tiles, sizes, self._device), at)
-
-    def pull(self, part: _Part, clip: Tensor | None) -> Tensor:
-        grads = _floats(part.size, self._device)
-        rest = self._grads.table, grads, _clip_coef(clip, self._device), *self._factors, *self._counts
-        for group in part.groups:
+    def pull(self, clip: Tensor | None, factors: Factors) -> Tensor:
+        grads = _floats(self._all.size, self._device)
+        rest = self._grads.table, grads, _clip_coef(clip, self._device), *factors, *self._counts
+        for group in self._all.groups:
             flags = {"CLIPS": clip is not None, "ALIGNED": self._grads.aligned(group)}
             _launch(self._kernels.product_pull, group, *rest, **flags, **self._kind)
         return grads
 
-    def _push(self, part: _Part, factors: Factors) -> None:
-        for group in part.groups:
+    def push(self, factors: Factors) -> None:
+        for group in self._all.groups:
             flags = {**self._kind, **self._delta, "ALIGNED": group.is_aligned}
             _launch(self._kernels.product_push, group, *factors, *self._counts, **flags)
 
-    def _update(self, rates: Rates, clip: Tensor | None, factors: Factors) -> None:
+    def update(self, rates: Rates, clip: Tensor | None, old: Factors, new: Factors) -> None:
         numbers = *self._counts, *rates.direction(1.0), 1.0 - rates.lr * rates.decay
-        rest = self._grads.table, _clip_coef(clip, self._device), *self._factors, *factors, *numbers
+        rest = self._grads.table, _clip_coef(clip, self._device), *old, *new, *numbers
         constants = {**_constants(rates, clip), **self._kind, **self._delta}
         for group in self._all.groups:
             _launch(self._kernels.product_step, group, *rest, **constants, ALIGNED=self._grads.aligned(group))

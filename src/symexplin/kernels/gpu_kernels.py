@@ -1,7 +1,7 @@
 """The map and AdamW on GPUs, in Triton: what cpu.c computes, over tables of addresses.
 
-One launch covers all spans of a batch. A program looks up which one its tile belongs to, and reads the addresses from
-that one's line of the table; those of gradients come in a list of all tensors. Results do not depend on the order in
+One launch covers all tensors of a batch. A program looks up which one its tile belongs to, and reads the addresses from
+that one's line of the table; those of gradients come in a list of their own. Results do not depend on the order in
 which programs run.
 """
 
@@ -24,13 +24,13 @@ __all__ = [
     "step",
 ]
 
-# The columns of a span's line: addresses (of matrices the fourth is that of raw weights), the tensor's index, the
-# span's entries or rows, where it is in scratch memory, and the index of its first tile.
-_WEIGHT, _EXP_AVG, _EXP_AVG_SQ, _MASTER, _ITEM, _START, _STOP, _AT, _FIRST = map(tl.constexpr, range(9))
-_SPAN, _RAW = tl.constexpr(9), tl.constexpr(3)
+# The columns of a tensor's line: addresses (of matrices the fourth is that of raw weights), its index, its entries or
+# rows, where it is in scratch memory, and the index of its first tile.
+_WEIGHT, _EXP_AVG, _EXP_AVG_SQ, _MASTER, _ITEM, _STOP, _AT, _FIRST = map(tl.constexpr, range(8))
+_LINE, _RAW = tl.constexpr(8), tl.constexpr(3)
 # Of matrices also the columns, the first ones among all rows and all columns, and the delta A B with its gradients.
-_COLS, _ROW, _COL, _RANK, _A, _B, _BY_A, _BY_B = map(tl.constexpr, range(9, 17))
-_MATRIX = tl.constexpr(17)
+_COLS, _ROW, _COL, _RANK, _A, _B, _BY_A, _BY_B = map(tl.constexpr, range(8, 16))
+_MATRIX = tl.constexpr(16)
 SUMS = 3  # by row and by column: by c, kappa and lambda
 _SUMS = tl.constexpr(SUMS)
 
@@ -150,12 +150,12 @@ def _write(place, at, inside, x, HALF: tl.constexpr, ALIGNED: tl.constexpr):
 @triton.jit
 def _tile(table, tiles, TILE: tl.constexpr, ALIGNED: tl.constexpr):
     """Return this program's line, its tensor, its tile's places there and in scratch memory, and which are inside."""
-    line = table + tl.load(tiles + tl.program_id(0)) * _SPAN
-    start, stop, at = tl.load(line + _START), tl.load(line + _STOP), tl.load(line + _AT)
+    line = table + tl.load(tiles + tl.program_id(0)) * _LINE
+    stop, at = tl.load(line + _STOP), tl.load(line + _AT)
     if ALIGNED:
-        start, stop, at = tl.multiple_of(start, 16), tl.multiple_of(stop, 16), tl.multiple_of(at, 16)
+        stop, at = tl.multiple_of(stop, 16), tl.multiple_of(at, 16)
     n = (tl.program_id(0) - tl.load(line + _FIRST)) * TILE + tl.arange(0, TILE)
-    return line, tl.load(line + _ITEM), start + n, at + n, start + n < stop
+    return line, tl.load(line + _ITEM), n, at + n, n < stop
 
 
 @triton.jit
@@ -276,14 +276,14 @@ def push(
 
 @triton.jit
 def _matrix_tile(table, tiles, ALIGNED: tl.constexpr, TALL: tl.constexpr, COLS: tl.constexpr):
-    """Return this program's line, the columns, the tile's first row, the span's end, the tile's columns inside."""
+    """Return this program's line, the columns, the tile's first row, the rows, and the tile's columns inside."""
     line = table + tl.load(tiles + tl.program_id(0)) * _MATRIX
     cols, tile = tl.load(line + _COLS), tl.program_id(0) - tl.load(line + _FIRST)
     if ALIGNED:
         cols = tl.multiple_of(cols, 16)
     across = tl.cdiv(cols, COLS)
     j = tile % across * COLS + tl.arange(0, COLS)
-    return line, cols, tl.load(line + _START) + tile // across * TALL, tl.load(line + _STOP), j, j < cols
+    return line, cols, tile // across * TALL, tl.load(line + _STOP), j, j < cols
 
 
 @triton.jit
@@ -444,7 +444,7 @@ def product_pull(
 ):  # fmt: skip
     """Write raw gradients times `clip` to scratch memory."""
     line, cols, first, stop, j, inside1 = _matrix_tile(table, tiles, ALIGNED, TALL, COLS)
-    start, scratch, grad = tl.load(line + _START), tl.load(line + _AT), grads + tl.load(line + _ITEM)
+    scratch, grad = tl.load(line + _AT), grads + tl.load(line + _ITEM)
     if ALIGNED:
         scratch = tl.multiple_of(scratch, 16)
     clip_coef = tl.load(clip) if CLIPS else 1.0
@@ -457,7 +457,7 @@ def product_pull(
         raw, _g, _w, _x, _F, _E = _raw_grads(
             line, grad, kappa0, c0, lam0, kappa1, c1, lam1, at, inside, MAGNITUDE, HALF, ALIGNED,
         )  # fmt: skip
-        tl.store(raw_grads + scratch + (i - start)[:, None] * cols + j[None, :], clip_coef * raw, mask=inside)
+        tl.store(raw_grads + scratch + at, clip_coef * raw, mask=inside)
 
 
 @triton.jit

@@ -64,7 +64,6 @@ class SELAdamW(RawSpaceOptimizer):
     """
 
     moments: ClassVar[tuple[str, ...]] = ADAMW
-    elementwise: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Batches of similar parameters, and how a batch takes a step: here with PyTorch operations, for every map."""
+"""Parameters that are alike, and how they take a step together: here with PyTorch's operations, for every map."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from symexplin.curve import Curved
 from symexplin.optim.entry import Entry, Leaf, Moments, clipped
 from symexplin.optim.groups import rate_of
 
-__all__ = ["ADAMW", "Batch", "FormulaBatch", "Rule", "runs"]
+__all__ = ["ADAMW", "Batch", "FormulaBatch", "Pack", "Rule", "runs"]
 
 ADAMW = ("exp_avg", "exp_avg_sq")  # its moments
 _CHUNK = {"cpu": 2**18}  # numbers whose raw gradients exist at a time, at least one tensor's: a core's cache
@@ -21,19 +21,72 @@ class Rule(NamedTuple):
     """What a batch needs to know of an optimizer's rule."""
 
     moments: Moments
-    elementwise: bool  # a tensor may be cut
     is_adamw: bool
 
 
-class Batch:
-    """Parameters of one group that are alike."""
+class Pack:
+    """Parameters of one group that are alike, with their numbers of steps in one tensor, of which states have views."""
 
     def __init__(self, entries: Sequence[Entry], rule: Rule) -> None:
-        self.entries, self.group, self.rule = entries, entries[0].group, rule
+        self.entries, self.rule = list(entries), rule
+        self.batches: dict[tuple[int, ...], Batch] = {}  # by the places of their parameters
+        self._steps = [float(entry.state["step"]) for entry in entries]
+        self._counts = torch.tensor(self._steps, dtype=torch.float32, device="cpu")
+        self._version = self._counts._version
+        for i, entry in enumerate(entries):
+            entry.state["step"] = self._counts[i]
+
+    def steps(self) -> list[float]:
+        """Return the number of steps of each parameter; views share the version of the tensor."""
+        if self._version != self._counts._version:
+            self._steps, self._version = self._counts.tolist(), self._counts._version
+        return self._steps
+
+    def advance(self, places: tuple[int, ...]) -> float:
+        """Add 1 to the numbers of steps of the parameters at these places, which are equal, and return them."""
+        steps = self.steps()
+        if len(places) == len(steps):
+            self._counts.add_(1.0)
+            self._steps = [step + 1.0 for step in steps]
+        else:
+            self._counts[list(places)] += 1.0
+            for place in places:
+                steps[place] += 1.0
+        self._version = self._counts._version
+        return self._steps[places[0]]
+
+    def of(self, active: set[int] | None) -> Iterator["Batch"]:
+        """Yield batches of the active parameters (their ids; None: all) that have taken as many steps."""
+        steps, places = self.steps(), range(len(self.entries))
+        alike: dict[float, list[int]] = {}
+        for i in places if active is None else [i for i in places if id(self.entries[i]) in active]:
+            alike.setdefault(steps[i], []).append(i)
+        for chosen in map(tuple, alike.values()):
+            if chosen not in self.batches:
+                self.batches[chosen] = self.batch(chosen)
+            yield self.batches[chosen]
+
+    def batch(self, places: tuple[int, ...]) -> "Batch":
+        """Return a batch of the parameters at these places."""
+        return FormulaBatch(self, places)
+
+
+class Batch:
+    """Parameters of a pack that step together."""
+
+    def __init__(self, pack: Pack, places: tuple[int, ...]) -> None:
+        self.pack, self.places, self.rule = pack, places, pack.rule
+        self.entries = [pack.entries[place] for place in places]
+        self.group = self.entries[0].group
+        self.count = 0.0  # of steps, with this one
 
     def norm(self) -> Tensor:
         """Return the norm of the raw gradients, and of the scales' gradients unless these are partial sums."""
         raise NotImplementedError
+
+    def advance(self) -> None:
+        """Count the step."""
+        self.count = self.pack.advance(self.places)
 
     def step(self, clip: Tensor | None) -> Iterator[list[Leaf]]:
         """Yield leaves for the rule: first learned scales, then weights, whose new values go to the model."""
@@ -46,13 +99,13 @@ class Batch:
 
     @property
     def chunk(self) -> int:
-        """The numbers of raw gradients at a time."""
+        """The numbers of raw gradients that exist at a time."""
         device = self.entries[0].value.device.type
         return _CHUNK[device] * torch.get_num_threads() if device in _CHUNK else _CHUNK_OF_DEVICE
 
     def scale_leaves(self, clip: Tensor | None) -> list[Leaf]:
         """Return the learned scales of all parameters."""
-        return [leaf for entry in self.entries for leaf in entry.scale_leaves(self.rule.moments, clip)]
+        return [leaf for entry in self.entries for leaf in entry.scale_leaves(self.rule.moments, clip, self.count)]
 
 
 class FormulaBatch(Batch):
@@ -105,7 +158,7 @@ class FormulaBatch(Batch):
         else:
             value = entry.weight()
         value = value.clone() if self.lr == 0.0 else value  # a rate of 0 changes moments alone
-        return entry.weight_leaf(self.rule.moments, value, clipped(grad, clip)), before
+        return entry.weight_leaf(self.rule.moments, value, clipped(grad, clip), self.count), before
 
 
 def _write(entry: Entry, value: Tensor, before: Tensor | None) -> None:

@@ -1,17 +1,18 @@
-"""Group the parameters of an optimizer into batches, which are kept until something changes."""
+"""Group the parameters of an optimizer into packs of alike ones, which are kept until something changes."""
 
+import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from symexplin.curve import is_weight
 from symexplin.kernels import kernels_for
-from symexplin.kernels.interface import is_dense, is_memory, is_plain
-from symexplin.optim.batch import Batch, FormulaBatch, Rule
-from symexplin.optim.entry import Entry, moment_key
-from symexplin.optim.kernel_batch import ClosedBatch, ProductBatch
+from symexplin.kernels.interface import is_dense, is_memory
+from symexplin.optim.batch import Batch, Pack, Rule
+from symexplin.optim.entry import Entry
+from symexplin.optim.kernel_batch import ClosedPack, ProductPack
 from symexplin.optim.products import is_product
 from symexplin.optim.shard import local
 
@@ -19,58 +20,59 @@ __all__ = ["Batches"]
 
 
 class Batches:
-    """The parameters with gradients, in batches of one kind."""
+    """All parameters with state in packs. What follows from their memory holds while :meth:`is_valid` says so."""
 
     def __init__(self, entries: Sequence[Entry], rule: Rule) -> None:
-        self._rule = rule
+        self._entries, self._rule = list(entries), rule
         alike: dict[Any, list[Entry]] = {}
         for entry in entries:
             place = id(entry.group), entry.value.dtype, entry.value.device, entry.shard.groups
-            alike.setdefault((_kind_of(entry, rule), *place, float(entry.state["step"])), []).append(entry)
-        self._batches = [_batch_of(kind, chosen, rule) for (kind, *_), chosen in alike.items()]
-        # Held, so that no later tensor gets the identity of one of these.
-        self._state = [t for entry in entries for t in entry.state.values() if isinstance(t, Tensor)]
-        self._parts = list(map(local, self._state))
-        self._signature = _signature(entries, self._parts)
+            alike.setdefault((_kind_of(entry, rule), *place), []).append(entry)
+        self._packs = [_pack_of(kind, chosen, rule) for (kind, *_), chosen in alike.items()]
+        self._kernels = {entry.value.device: kernels_for(entry.value.device) for entry in entries}
+        self._states = [entry.state for entry in entries]
+        self._values = [value for state in self._states for value in state.values()]
+        moments = (rule.moments(kind, axes) for kind, axes in (("raw", "oi"), ("raw", "o"), ("plain", "")))
+        names = {"raw", "master", *itertools.chain.from_iterable(moments)}
+        self._memory = [local(s[name]) for s in self._states for name in names & s.keys()]
+        self._addresses = _addresses(self._memory)
 
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self._batches)
+    def of(self, active: Sequence[Entry]) -> list[Batch]:
+        """Return batches of the active parameters."""
+        chosen = None if len(active) == len(self._entries) else set(map(id, active))
+        return [batch for pack in self._packs for batch in pack.of(chosen)]
 
-    def serve(self, entries: Sequence[Entry], rule: Rule) -> bool:
-        """Whether the cached batches are still valid for these entries."""
-        alike = (len({float(entry.state["step"]) for entry in batch.entries}) == 1 for batch in self._batches)
-        return all(alike) and self._rule == rule and self._signature == _signature(entries, self._parts)
+    def is_valid(self, entries: Sequence[Entry], rule: Rule) -> bool:
+        """Whether rule, kernels, states and their memory are those of before; the entries know the parameters'."""
+        return (
+            entries == self._entries
+            and rule == self._rule
+            and all(kernels_for(device) is kernels for device, kernels in self._kernels.items())
+            and sum(map(len, self._states)) == len(self._values)
+            and all(map(is_, itertools.chain.from_iterable(map(dict.values, self._states)), self._values))
+            and _addresses(self._memory) == self._addresses
+        )
+
+    def __iter__(self) -> Iterator[Pack]:
+        return iter(self._packs)
 
 
-def _batch_of(kind: Any, entries: Sequence[Entry], rule: Rule) -> Batch:
+def _addresses(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.numel, tensors))
+
+
+def _pack_of(kind: Any, entries: Sequence[Entry], rule: Rule) -> Pack:
     kernels = kernels_for(entries[0].value.device)
     if kind is None or kernels is None:
-        return FormulaBatch(entries, rule)
-    if entries[0].is_stored:
-        return ProductBatch(sorted(entries, key=lambda entry: not is_weight(entry.axes)), rule, kernels)
-    return ClosedBatch(entries, rule, kernels)
-
-
-def _signature(entries: Sequence[Entry], parts: Sequence[Tensor]) -> list[Any]:
-    """Return everything that the batches depend on, except the counts."""
-    kernels = {device: kernels_for(device) for device in {entry.value.device for entry in entries}}
-    grads: list[Any] = [entry.parameter.grad for entry in entries]
-    kinds = [None if grad is None else (type(grad), grad.layout, grad.dtype) for grad in grads]
-    state = [list(map(id, entry.state.values())) for entry in entries]
-    memory = list(map(Tensor.data_ptr, parts)), list(map(Tensor.numel, parts))
-    return [kernels, list(entries), kinds, state, memory]
+        return Pack(entries, rule)
+    return (ProductPack if entries[0].is_stored else ClosedPack)(entries, rule, kernels)
 
 
 def _kind_of(entry: Entry, rule: Rule) -> Any:
     """Return a key that parameters in one kernel batch share, or None if kernels do not cover the parameter."""
     if kernels_for(entry.value.device) is None or entry.value.dtype not in (torch.float32, torch.bfloat16):
         return None
-    if entry.shard.groups and not rule.elementwise:
-        return None  # a rule may gather, so all processes must pass leaves in one order, even with an empty part
-    if entry.value.numel() == 0 or entry.parameter.grad is None:
-        return None  # another process has the whole tensor, or its gradient
-    names = [*rule.moments(entry.kind, entry.axes), *(key for key in ("raw", "master") if key in entry.state)]
-    if not _is_usual(entry, names, rule):
+    if not _is_usual(entry, rule):
         return None
     if entry.is_stored:
         is_turned = "io" in entry.axes
@@ -82,21 +84,23 @@ def _kind_of(entry: Entry, rule: Rule) -> Any:
     return (entry.closed, "master" in entry.state) if is_covered else None
 
 
-def _is_usual(entry: Entry, names: Sequence[str], rule: Rule) -> bool:
-    """Whether gradient, values and state are dense tensors in memory with equal strides."""
-    grad, value = cast(Tensor, entry.parameter.grad), entry.value
-    if grad.layout != torch.strided or grad.dtype != value.dtype or not is_plain(local(grad)) or not is_memory(value):
-        return False
-    moments = [moment_key(name, moment) for name in entry.scales for moment in rule.moments("scale", "")]
-    scales = [entry.own(key) for key in (*entry.scales, *moments)]
+def _is_usual(entry: Entry, rule: Rule) -> bool:
+    """Whether values and state are dense tensors in memory with equal strides, and scales are in float32."""
+    value = entry.value
+    scales = [entry.own(key) for key in entry.scales]
     if not all(scale.dtype == torch.float32 and scale.device == value.device for scale in scales):
         return False
-    return is_dense(value) and all(
-        key in entry.state
-        and is_memory(t := entry.own(key))
-        and t.dtype == torch.float32
-        and t.device == value.device
-        and t.shape == value.shape
-        and t.stride() == value.stride()
-        for key in names
+    names = [*rule.moments(entry.kind, entry.axes), *(key for key in ("raw", "master") if key in entry.state)]
+    return (
+        is_memory(value)
+        and is_dense(value)
+        and all(
+            key in entry.state
+            and is_memory(t := entry.own(key))
+            and t.dtype == torch.float32
+            and t.device == value.device
+            and t.shape == value.shape
+            and t.stride() == value.stride()
+            for key in names
+        )
     )

@@ -7,7 +7,6 @@ numbers only, beside "step" and the moments of its weight ("exp_avg", ...):
     other maps               "raw", and for each learned scale its tensor "e_row" and its moments "e_row_exp_avg", ...
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +23,7 @@ from symexplin.optim.groups import Group, config_of, is_curved, map_of, name_of,
 from symexplin.optim.shard import WHOLE, Shard, address, is_dtensor, local, shard_of
 from symexplin.transform import compute_dtype
 
-__all__ = ["Entry", "Leaf", "Moments", "clipped", "flat", "moment_key", "shapes_of"]
+__all__ = ["Entry", "Leaf", "Moments", "clipped", "moment_key", "shapes_of"]
 
 _OTHERS = ("step", "raw", "master")  # keys of a state beside moments and scales
 
@@ -161,13 +160,8 @@ class Entry:
             return self.closed.slope(self.weight())
         return self.curved_map().slope() if self.curved else torch.ones_like(self.value, dtype=self.dtype)
 
-    def weight_leaf(
-        self, moments: Moments, value: Tensor, grad: Tensor, start: int = 0, stop: int | None = None
-    ) -> Leaf:
-        """Return a raw weight or plain parameter for a rule, or its rows from entry `start` to `stop` of memory."""
-        tensors = {name: self.own(name) for name in moments(self.kind, self.axes)}
-        if stop is not None and stop - start < self.value.numel():
-            tensors = {name: self.rows(flat(tensor)[start:stop]) for name, tensor in tensors.items()}
+    def weight_leaf(self, moments: Moments, value: Tensor, grad: Tensor, step: float) -> Leaf:
+        """Return the raw weight or plain parameter for a rule, in its update number `step`."""
         return Leaf(
             kind=self.kind,
             name=self.name,
@@ -175,23 +169,18 @@ class Entry:
             grad=grad,
             lr=rate_of(self.group),
             weight_decay=float(self.group["weight_decay"]),
-            step=float(self.state["step"]),
+            step=step,
             shape=self.shape,
             axes=self.axes,
-            moments=tensors,
+            moments={name: self.own(name) for name in moments(self.kind, self.axes)},
             shard=self.shard,
         )
 
-    def rows(self, part: Tensor) -> Tensor:
-        """Reshape a flat run of whole rows to the number of dimensions of the parameter."""
-        _, *inner = self.value.shape
-        return part.view(-1, *inner) if part.numel() % math.prod(inner) == 0 else part.view(1, -1, *inner[1:])
-
-    def scale_leaves(self, moments: Moments, clip: Tensor | None) -> list[Leaf]:
+    def scale_leaves(self, moments: Moments, clip: Tensor | None, step: float) -> list[Leaf]:
         """Return the learned scales for a rule; their gradients must have been pulled."""
         if not self.scales:
             return []
-        names, step = moments("scale", ""), float(self.state["step"])
+        names = moments("scale", "")
         lr, decay = rate_of(self.group), float(self.group["weight_decay"])
         leaves = []
         for name, (tensor, shard) in self.scales.items():
@@ -296,11 +285,6 @@ def in_format_of(value: Tensor, tensor: Tensor) -> Tensor:
     is_same = tensor.shape == value.shape and tensor.stride() == value.stride()
     is_lazy = tensor.is_neg() or tensor._is_zerotensor()
     return tensor if is_same and not is_lazy else torch.empty_like(value, dtype=tensor.dtype).copy_(tensor)
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """Return a dense tensor with one dimension, in the order of its memory."""
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def clipped(grad: Tensor, clip: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from symexplin.checks import LATER, check_curved, check_flag, check_group, check
 from symexplin.config import SELConfig
 from symexplin.curve import Curved
 from symexplin.optim.annealing import multipliers
-from symexplin.optim.batch import Rule
+from symexplin.optim.batch import Batch, Rule
 from symexplin.optim.batches import Batches
 from symexplin.optim.entry import Entry, Leaf, shapes_of
 from symexplin.optim.groups import Group, config_of, is_curved, param_groups, rate_of
@@ -46,7 +46,6 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     """
 
     moments: ClassVar[tuple[str, ...]] = ()
-    elementwise: ClassVar[bool] = False  # whether the rule treats every entry of a tensor by itself
     grad_norm: Tensor | None  # of the last step
     _entries: list[Entry]
     _batches: Batches
@@ -117,27 +116,21 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             warn(_NO_GRADIENT)  # at the first step since it was built or loaded
         self._writes.adopt(entries)
         active = _active(entries)
-        rule = self._rule()
-        if not self._batches.serve(active, rule):
-            self._batches = Batches(active, rule)
-        self.grad_norm = norm = _norm(entries, active, self._batches)
+        rule = Rule(self.moment_names, self._is_adamw())
+        if not self._batches.is_valid(entries, rule):
+            self._batches = Batches(entries, rule)
+        batches = self._batches.of(active)
+        self.grad_norm = norm = _norm(entries, active, batches)
         clip = self._clip(entries, norm)
         if not (fresh and self._is_idle(norm)):
-            _count(active)
-            for batch in self._batches:
+            for batch in batches:
+                batch.advance()
                 for leaves in batch.step(clip):
                     self.rule_(leaves, batch.group)
                     del leaves  # so that the raw gradients of one chunk exist at a time
             for group in self.param_groups:
                 group["steps"] += 1
         self._writes.remember(entries)
-
-    def _rule(self) -> Rule:
-        """Describe the rule for batches. A class that overrides `rule_` must declare `elementwise` again."""
-        kinds = type(self).__mro__
-        own = next(i for i, kind in enumerate(kinds) if "rule_" in vars(kind))
-        said = [vars(kind)["elementwise"] for kind in kinds[: own + 1] if "elementwise" in vars(kind)]
-        return Rule(self.moment_names, bool(said and said[0]), self._is_adamw())
 
     def _is_adamw(self) -> bool:
         """Whether the rule is AdamW's, so that kernels may take its place."""
@@ -264,7 +257,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         """Drop what follows from groups and state."""
         self.grad_norm = None
         self._entries = []
-        self._batches = Batches([], self._rule())
+        self._batches = Batches([], Rule(self.moment_names, self._is_adamw()))
         self._writes = Writes()
         self._diverged = False
 
@@ -313,6 +306,10 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         finally:
             hook.remove()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled or copied, with tensors of their own in the states."""
+        return super().__getstate__() | {"state": {key: _unpacked(state) for key, state in self.state.items()}}
+
     @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -355,8 +352,21 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
                     entry.state.pop("master", None)
 
 
-def _plain_groups(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    state["param_groups"] = plain(state["param_groups"])
+def _plain_groups(_: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    saved["param_groups"] = plain(saved["param_groups"])
+    saved["state"] = {key: _unpacked(state) for key, state in saved["state"].items()}
+
+
+def _unpacked(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with a copy of each tensor that is a view: a pickle would have all that the view is of."""
+    return {key: value.clone() if _is_view(value) else value for key, value in state.items()}
+
+
+def _is_view(value: Any) -> bool:
+    if not isinstance(value, Tensor):
+        return False
+    part = local(value)
+    return part.untyped_storage().nbytes() > part.numel() * part.element_size()
 
 
 def _active(entries: Sequence[Entry]) -> list[Entry]:
@@ -370,7 +380,7 @@ def _active(entries: Sequence[Entry]) -> list[Entry]:
     return [entry for entry in entries if known.get(id(entry), entry.parameter.grad is not None)]
 
 
-def _norm(entries: Sequence[Entry], active: Sequence[Entry], batches: Batches) -> Tensor:
+def _norm(entries: Sequence[Entry], active: Sequence[Entry], batches: Sequence[Batch]) -> Tensor:
     """Return the global norm of the gradients; those of split parameters' scales are summed over processes."""
     norms: dict[Groups, list[Tensor]] = {entry.shard.groups: [] for entry in entries}  # alike in every process
     for batch in batches:
@@ -384,12 +394,6 @@ def _norm(entries: Sequence[Entry], active: Sequence[Entry], batches: Batches) -
     ]
     devices = {group: entry.shard.device_type for entry in entries for group in entry.shard.groups}
     return global_norm(norms, shared, devices)
-
-
-def _count(active: Sequence[Entry]) -> None:
-    """Add 1 to the numbers of updates of the parameters."""
-    if counts := [entry.state["step"] for entry in active]:  # add a tensor: a number would be converted once per count
-        torch._foreach_add_(counts, torch.ones((), dtype=torch.float32, device="cpu"), alpha=1.0)
 
 
 def _not_finite(entries: Sequence[Entry]) -> str:

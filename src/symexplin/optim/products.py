@@ -163,9 +163,11 @@ class PackedScales:
             self._numbers.append(_shared(numbers, of) if key[1] == "global" else numbers)
         return [(tensor, slice(start, stop)) for tensor, start, stop in ends.values()]
 
-    def starts(self, is_row: bool) -> Iterator[int]:
-        """Yield the first row or column of every matrix among those of all."""
+    def starts(self, is_row: bool, chosen: set[int]) -> Iterator[int]:
+        """Yield the first row or column, among those of all, of every matrix of chosen parameters (their ids)."""
         for entry, start in zip(self.entries, self._starts[not is_row], strict=False):
+            if id(entry) not in chosen:
+                continue
             count = stack_size(entry.axes, entry.value.shape)
             size = _length(entry, is_row) // max(1, count)
             yield from (start + k * size for k in range(count))
@@ -188,12 +190,15 @@ class PackedScales:
             return torch.exp(-numbers.values)
         return torch.exp(numbers.values) if self.spec.is_log(numbers.role) else numbers.values
 
-    def pull(self, factors: Factors, sums: Factors) -> None:
+    def pull(self, factors: Factors, sums: Factors, resting: Tensor | None) -> Tensor:
         """Write the gradients of the scales, given :meth:`factors` and a kernel's sums over rows and columns.
+
+        Those of `resting` numbers (a mask) stay. Return the norm of the others.
 
         The sums are those of :meth:`symexplin.kernels.interface.ProductPlan.norm`. Where kappa normalizes, the second
         is the derivative by ln kappa with c kappa constant, since that with c constant would cancel.
         """
+        before = None if resting is None else self.gradient.clone()
         by = [side.to(torch.float32) for side in sums]
         for numbers in self._numbers:
             side, at = not numbers.is_row, numbers.at
@@ -214,6 +219,12 @@ class PackedScales:
                 if divides(self.spec):
                     gradient = gradient / kappa
             numbers.write(gradient)
+        own = self.gradient
+        if resting is not None and before is not None:
+            own = self.gradient.masked_fill(resting, 0.0)
+            torch.where(resting, before, self.gradient, out=self.gradient)
+        norm: Tensor = torch.linalg.vector_norm(own)
+        return norm
 
     def _others(self, numbers: _Numbers, line: int) -> Tensor:
         """Return what a role multiplies in a line of all rows or columns."""
