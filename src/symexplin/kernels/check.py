@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,8 +70,8 @@ def _are_products_right(kernels: Kernels, device: torch.device) -> bool:
     delta = Delta(a, b, torch.empty_like(a), torch.empty_like(b))
     weight = torch.empty_like(raw)
     moments = _moments(weight)
-    places, kind = ([0], [0], (520, 300)), {"half": False, "magnitude": True, "device": device}
-    plan = kernels.products(Matrices([weight], [raw], *places, deltas=[delta], moments=moments, **kind))
+    place: Any = {"rows": [0], "columns": [0], "counts": (520, 300), "half": False, "magnitude": True, "device": device}
+    plan = kernels.products(Matrices([weight], [raw], **place, deltas=[delta], moments=moments))
     ones = torch.ones_like(columns)
     factors = (
         torch.stack([_KAPPA * slopes, rows / _KAPPA, slopes / _KAPPA]),

@@ -13,7 +13,7 @@ batch at once: a fixed number of operations, whatever their number.
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,12 +88,12 @@ class _Numbers(NamedTuple):
         """Return one value for each row or column."""
         return of if self.owners is None else of.index_select(0, self.owners)
 
-    def write(self, gradient: Tensor) -> None:
-        """Write gradients by row or column to those of the numbers."""
+    def write(self, operator: Any, a: Tensor, b: Tensor) -> None:
+        """Write gradients by row or column, the operator of both tensors, to those of the numbers."""
         if self.counts is None:
-            self.gradient.copy_(gradient)
+            operator(a, b, out=self.gradient)
         else:  # the check of the lengths would wait for the device
-            self.gradient.copy_(torch.segment_reduce(gradient, "sum", lengths=self.counts, unsafe=True))
+            self.gradient.copy_(torch.segment_reduce(operator(a, b), "sum", lengths=self.counts, unsafe=True))
 
 
 class _Place(NamedTuple):
@@ -205,20 +205,24 @@ class PackedScales:
             kappa, c, linear = factors[side][:, at]
             by_c, by_kappa, by_linear = by[side][:, at]
             if numbers.role == "m" and divides(self.spec):
-                gradient = by_kappa * c - by_linear * linear
+                numbers.write(torch.sub, by_kappa * c, by_linear * linear)
                 if not self.spec.is_log("m"):
-                    gradient = gradient / self._learned["m", numbers.is_row]
+                    numbers.gradient.div_(numbers.values)
             elif numbers.role == "m":  # kappa/m is what m multiplies
-                gradient = by_kappa * c * (kappa if self.spec.is_log("m") else self._fixed[side][_KAPPA, at])
+                multiplied = kappa if self.spec.is_log("m") else self._fixed[side][_KAPPA, at]
+                numbers.write(torch.mul, by_kappa * c, multiplied)
             elif numbers.role == "n":
-                gradient = -by_c * c
+                numbers.write(torch.mul, by_c, c)
+                numbers.gradient.neg_()
             else:
-                of_lines = {_C: by_c, _LAMBDA: by_linear}
-                parts = [of_lines[line] * self._others(numbers, line)[at] for line in _LINES[numbers.role]]
-                gradient = parts[0] if len(parts) == 1 else parts[0] + parts[1]
-                if divides(self.spec):
-                    gradient = gradient / kappa
-            numbers.write(gradient)
+                pairs = []
+                for line in _LINES[numbers.role]:
+                    of = by_c if line == _C else by_linear
+                    pairs.append((of / kappa if divides(self.spec) else of, self._others(numbers, line, at)))
+                if len(pairs) == 1:
+                    numbers.write(torch.mul, *pairs[0])
+                else:
+                    numbers.write(torch.add, *(of * others for of, others in pairs))
         own = self.gradient
         if resting is not None and before is not None:
             own = self.gradient.masked_fill(resting, 0.0)
@@ -226,8 +230,8 @@ class PackedScales:
         norm: Tensor = torch.linalg.vector_norm(own)
         return norm
 
-    def _others(self, numbers: _Numbers, line: int) -> Tensor:
-        """Return what a role multiplies in a line of all rows or columns."""
+    def _others(self, numbers: _Numbers, line: int, at: slice) -> Tensor:
+        """Return what a role multiplies in a line of its rows or columns."""
         product = self._fixed[not numbers.is_row][line]
         others = [
             n for n in self._numbers if n.is_row == numbers.is_row and line in _LINES[n.role] and n.role != numbers.role
@@ -236,7 +240,7 @@ class PackedScales:
             product = product.clone()
         for other in others:
             product[other.at].mul_(self._learned[other.role, other.is_row])
-        return product
+        return product[at]
 
     def update(self, rates: Rates, clip: Tensor | None, resting: Tensor | None) -> None:
         """Apply AdamW to all numbers but the `resting` ones (a mask)."""
