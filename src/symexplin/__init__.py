@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from symexplin.optim import (
         Leaf,
         RawSpaceOptimizer,
-        ScaleAnnealing,
         SELAdamW,
         anneal_scales,
         from_adamw,
@@ -44,7 +43,6 @@ __all__ = [
     "SELConfig",
     "SELLinear",
     "Scale",
-    "ScaleAnnealing",
     "anneal_scales",
     "convert",
     "fold",

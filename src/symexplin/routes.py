@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear  # the output projection of nn.MultiheadAttention
 
 from symexplin.config import SELConfig, check_config
 from symexplin.curve import CurvedBase, Map, fans, is_weight
@@ -14,7 +15,10 @@ from symexplin.patterns import as_patterns, by_name, check_patterns, first_match
 from symexplin.transform import check_invertible
 from symexplin.validation import check_not_negative, plain
 
-__all__ = ["Rate", "Route", "Routing", "check_model", "check_no_decay", "check_values", "frozen_layers", "routing"]
+__all__ = [
+    *("Rate", "Route", "Routing", "check_model", "check_no_decay", "check_values", "frozen_layers", "is_convertible"),
+    "routing",
+]
 
 Rate = float | Tensor | Mapping[str, float]  # a number, or numbers by name pattern
 _INSIDE = "curved in its module"
@@ -308,6 +312,18 @@ def _layer(module: nn.Module) -> tuple[str, str]:
     if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
         return "transposed convolution", "io" + "i" * len(module.kernel_size)
     return "", ""
+
+
+def is_convertible(module: nn.Module) -> bool:
+    """Whether :func:`symexplin.convert` can replace a module: by its exact type, as others may compute something else.
+
+    >>> is_convertible(nn.Linear(2, 2)), is_convertible(nn.Conv1d(2, 2, 1))
+    (True, False)
+    """
+    kind = type(module)
+    if kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers."):
+        return True
+    return kind in (nn.Linear, NonDynamicallyQuantizableLinear)
 
 
 def _expert_axes(module: nn.Module, local: str, parameter: nn.Parameter) -> str:

@@ -1,7 +1,7 @@
 """Parameter groups, the raw-space optimizer with its update rules, and scale annealing."""
 
 from symexplin.optim.adamw import SELAdamW
-from symexplin.optim.annealing import ScaleAnnealing, anneal_scales
+from symexplin.optim.annealing import anneal_scales
 from symexplin.optim.entry import Leaf
 from symexplin.optim.groups import param_groups
 from symexplin.optim.migrate import from_adamw, to_adamw
@@ -12,7 +12,6 @@ from symexplin.optim.suggest import suggest_lr
 __all__ = [
     "RawSpaceOptimizer",
     "SELAdamW",
-    "ScaleAnnealing",
     "Leaf",
     "anneal_scales",
     "from_adamw",
