@@ -145,7 +145,6 @@ TABLE = [
     (grouped(whole="0"), "whole .*Module, got str"),
     *((lambda x=x: ADAMW(x), "params must be a plain model") for x in (None, PAPER, nn.Linear)),
     (lambda: build(network()).add_param_group([("params", [Q])]), "param_group .*dict.*list"),
-    (lambda: sel.anneal_scales(sel.convert(network(), PAPER), 9), "optimizer .*Optimizer, got Sequential"),
     *((lambda x=x: sel.SELConfig.from_dict(x), "values .*dictionary, got") for x in (None, PAPER, [("beta", 2.0)])),
     (lambda: sel.preset("paper", l={"pattern": "rows"}), "l: pattern .*'rows'"),
     (lambda: sel.param_groups(sel.convert(network()), config=PAPER), "config .*converted"),
