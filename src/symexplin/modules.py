@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from symexplin.checks import check_flag, naming
 from symexplin.config import SELConfig, check_config
 from symexplin.curve import Curved, CurvedBase, Map, ScaleTensor, sides
 from symexplin.routes import check_model, is_convertible, routing
 from symexplin.transform import compute_dtype
-from symexplin.checks import check_flag, naming
 
 __all__ = ["SELLinear", "convert", "fold"]
 
