@@ -62,7 +62,12 @@ def main() -> None:
         bf16=False,
         use_cpu=options.cpu,
     )
-    settings = {"lr": args.learning_rate, "weight_decay": args.weight_decay, "no_decay": "vectors", "max_grad_norm": 1.0}
+    settings = {
+        "lr": args.learning_rate,
+        "weight_decay": args.weight_decay,
+        "no_decay": "vectors",
+        "max_grad_norm": 1.0,
+    }
     trainer = SFTTrainer(
         model=model,
         args=args,
