@@ -82,6 +82,12 @@ SMALL = Model(up=linear(), out=linear(3), drop=nn.Dropout())
 LAYERS = {
     # what the model returns
     "returned": (language(attributes=returns(LAST), last=LAST), "body.0 out", "last", ""),
+    "returned by a part": (
+        Model(module=language(attributes=returns(LAST), last=LAST)),  # as under DistributedDataParallel
+        "module.body.0 module.out",
+        "module.last",
+        "",
+    ),
     "returned none": (language(attributes=returns(None)), "body.0", "out", ""),
     "wrapped by an adapter": (
         Model(returns(wrap := Model(base=linear(9), A=linear(2))), wrap=wrap, body=linear()),

@@ -378,8 +378,9 @@ def by_name(argument: str, value: T | Mapping[str, T], names: Sequence[str]) -> 
     if not isinstance(value, Mapping):
         return dict.fromkeys(names, value)
     matches = {name: first_match([name], value) for name in names}
+    used = set(matches.values())
     for pattern in value:
-        if pattern not in matches.values():
+        if pattern not in used:
             raise ValueError(f"{argument} pattern {pattern!r} matches no parameter that earlier ones leave: never used")
     for name, pattern in matches.items():
         if pattern is None:
