@@ -114,10 +114,8 @@ def test_factors_are_curved_and_what_else_peft_adds_is_plain(changes, plain, tmp
     torch.testing.assert_close(logits(model.merge_and_unload()), loaded)
 
 
-def test_a_classifier_is_a_head_however_peft_wraps_it():
+def test_a_classifier_is_a_head_when_peft_wraps_it():
     model = transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES, num_labels=3))
-    settings = peft.LoraConfig(task_type="SEQ_CLS", r=2)
-    model = peft.get_peft_model(model, settings)
-    model.add_adapter("second", settings)
+    model = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", r=2))
     saved = {n: r.reason for n, r in table(model).items() if not r.curved}
     assert saved == {f"classifier.modules_to_save.default.{part}": "output head" for part in ("weight", "bias")}

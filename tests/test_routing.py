@@ -72,6 +72,7 @@ def configured(model, vocabulary):
     return model
 
 
+NAMES = ("head", "lm_head", "value_head", "classifier", "score", "output")
 LAST = linear(6)
 BYTES = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
 START = nn.Sequential(nn.Embedding(9, 8), linear())
@@ -81,6 +82,12 @@ SMALL = Model(up=linear(), out=linear(3), drop=nn.Dropout())
 LAYERS = {
     # what the model returns
     "returned": (language(attributes=returns(LAST), last=LAST), "body.0 out", "last", ""),
+    "returned by a part": (
+        Model(module=language(attributes=returns(LAST), last=LAST)),  # as under DistributedDataParallel
+        "module.body.0 module.out",
+        "module.last",
+        "",
+    ),
     "returned none": (language(attributes=returns(None)), "body.0", "out", ""),
     "wrapped by an adapter": (
         Model(returns(wrap := Model(base=linear(9), A=linear(2))), wrap=wrap, body=linear()),
@@ -89,10 +96,7 @@ LAYERS = {
         "",
     ),
     # a usual name
-    **{
-        name: (named(name), "body", name, "")
-        for name in ["head", "lm_head", "value_head", "classifier", "score", "output"]
-    },
+    **{name: (named(name), "body", name, "") for name in NAMES},
     "several": (Model(a=linear(), policy_head=linear(4), value_head=linear(1)), "a", "policy_head value_head", ""),
     "before a vocabulary": (language(score=linear(2, 16)), "body.0 out", "score", ""),
     "a small module": (named("head", SMALL), "body head.up", "head.out", ""),
@@ -219,8 +223,8 @@ def test_what_cannot_be_curved_is_refused(model, config, message):
 @pytest.mark.parametrize(
     ("rates", "message"),
     [
-        ({"wieght": 1.0, "*": 2.0}, "lr pattern 'wieght' matches no parameter that earlier patterns leave"),
-        ({"*": 1.0, "bias": 2.0}, "lr pattern 'bias' matches no parameter that earlier patterns leave"),
+        ({"wieght": 1.0, "*": 2.0}, "lr pattern 'wieght' matches no parameter that earlier ones leave: never used"),
+        ({"*": 1.0, "bias": 2.0}, "lr pattern 'bias' matches no parameter that earlier ones leave"),
         ({"bias": 2.0}, "lr must have a pattern for every name, got none for 'weight'"),
         ([1.0], r"lr must be a finite number >= 0, got \[1.0\]"),
     ],
@@ -320,7 +324,7 @@ def test_what_has_no_table():
     model = linear()
     with pytest.raises(ValueError, match="model must be a module or an optimizer that trains one map, got AdamW with"):
         sel.routing(torch.optim.AdamW(sel.param_groups(sel.convert(linear()))))
-    with pytest.raises(ValueError, match="config, lr, .* must not be given with an optimizer"):
+    with pytest.raises(ValueError, match=r"config, lr, .* must not be given with an optimizer"):
         sel.routing(sel.SELAdamW(model), lr=1e-3)
     with pytest.raises(ValueError, match="must be a part of whole, but its parameter 'weight' is not in whole"):
         sel.routing(model, whole=linear())

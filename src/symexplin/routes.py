@@ -378,12 +378,13 @@ def by_name(argument: str, value: T | Mapping[str, T], names: Sequence[str]) -> 
     if not isinstance(value, Mapping):
         return dict.fromkeys(names, value)
     matches = {name: first_match([name], value) for name in names}
+    used = set(matches.values())
     for pattern in value:
-        if pattern not in matches.values():
-            raise ValueError(f"{argument} pattern {pattern!r} matches no parameter that earlier patterns leave")
+        if pattern not in used:
+            raise ValueError(f"{argument} pattern {pattern!r} matches no parameter that earlier ones leave: never used")
     for name, pattern in matches.items():
         if pattern is None:
-            raise ValueError(f"{argument} must have a pattern for every name, got none for {name!r}")
+            raise ValueError(f"{argument} must have a pattern for every name, got none for {name!r}: end with '*'")
     return {name: value[pattern] for name, pattern in matches.items() if pattern is not None}
 
 
@@ -431,4 +432,7 @@ def check_values(table: Routing) -> None:
     """Raise ValueError if a curved parameter is on the device "meta"."""
     for route in table.curved:
         if route.parameter.is_meta:
-            raise ValueError(f"model must have its weights, got {route.name} on the device 'meta'")
+            raise ValueError(
+                f"model must have its weights, got {route.name} on the device 'meta': call to_empty and initialize it "
+                "before"
+            )
