@@ -1,12 +1,12 @@
-"""QK-bias AdamW in one file to copy: queries and keys start smaller and train slower, biases train faster. It needs torch.
+"""QK-bias AdamW in one file to copy: queries and keys start smaller and train slower, biases train faster.
 
     groups = qk_bias_groups(model, lr=1e-3, weight_decay=0.01)  # a new model, before it is wrapped or sharded
     optimizer = torch.optim.AdamW(groups)
 
-It is for models with QK-norm, which cancels the scale of queries and keys, and with biases: one layer of width 1024 ended
-0.20 below AdamW. Without QK-norm the same rates raised the loss of a small Llama by 0.19. When you resume, build the
-groups first and load the model's and the optimizer's state afterwards. Schedules must multiply the rate of each group, as
-torch's do; OneCycleLR takes a list of rates.
+It is for models with QK-norm, which cancels the scale of queries and keys, and with biases: one layer of width 1024
+ended 0.20 below AdamW. Without QK-norm the same rates raised the loss of a small Llama by 0.19. When you resume, build
+the groups first and load the states afterwards. Schedules must multiply the rate of each group, as torch's do;
+OneCycleLR takes a list of rates.
 """
 
 from typing import Any

@@ -3,7 +3,7 @@
     python examples/trl_sft.py --out runs/sft
     python examples/trl_sft.py --out runs/sft --steps 300 --resume
 
-What differs from a script for AdamW: `max_grad_norm=0.0` and `optimizer_cls_and_kwargs`. hf_trainer.py adds what learned
+What differs from a script for AdamW: `max_grad_norm=0.0` and `optimizer_cls_and_kwargs`. hf_trainer.py has what learned
 scales need. Replace the model, the tokenizer and the data by your own.
 """
 
@@ -73,7 +73,7 @@ def main() -> None:
         args=args,
         train_dataset=Dataset.from_list(sums),
         processing_class=tokenizer,
-        optimizer_cls_and_kwargs=(lambda: sel.SELAdamW, settings),
+        optimizer_cls_and_kwargs=(lambda: sel.SELAdamW, {**settings, "max_grad_norm": 1.0}),
     )
     trainer.train(resume_from_checkpoint=options.resume)
     trainer.save_model()

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer by its recipe: the steps of a plain loop, resumed to the same bits, sharded, and in a search."""
+"""Hugging Face's Trainer by its recipe: the steps of a plain loop, resumed to the same bits, sharded, in a search."""
 
 import json
 from pathlib import Path
