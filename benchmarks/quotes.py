@@ -267,7 +267,7 @@ ELSEWHERE = {  # numbers that are not in the rows
         "with L1 | +0.070 (+0.043 to +0.097); +0.047 (+0.016 to +0.079); +0.123 (+0.025 to +0.221) | 3 (one chose) |",
         "AdamW tuned the same way | +0.010 (-0.014 to +0.034); -0.006 (-0.024 to +0.011) | 16 |",
     ),
-    "docs/how-to/start-with.md": (  # python benchmarks/qk_norm.py
+    "docs/how-to/start-with.md": (  # benchmarks/qk_norm.py of commit 053727f
         "smaller queries and keys alone were 0.024 lower (three seeds, not resolved)",
         "QK-bias AdamW was worse by 0.194 (0.175 to 0.214), smaller queries and keys alone 0.032 lower (three",
         "the cosine was 0.998 where it failed",  # python benchmarks/start.py

@@ -3,13 +3,22 @@
     python examples/hf_trainer.py --steps 40 --output runs/llama
     python examples/hf_trainer.py --steps 40 --output runs/llama --resume
 
-A script for AdamW has `args=args` instead of `**sel.hf.setup(args)`. Replace the model and the data by your own.
+What differs from a script for AdamW: `max_grad_norm=0.0`, `optimizer_cls_and_kwargs` and, for maps with learned scales,
+the callback. Replace the model and the data by your own.
 """
 
 import argparse
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import symexplin as sel
 
@@ -24,6 +33,14 @@ def counting(samples: int = 256, length: int = 16) -> list[dict[str, torch.Tenso
     """Return sequences that count upwards from a random number."""
     starts = torch.randint(0, 64, (samples, 1), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": row, "labels": row} for row in (starts + torch.arange(length)) % 64]
+
+
+class Steps(TrainerCallback):
+    """Tell the optimizer the number of steps of the run, over which the rates of learned scales change."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Set it; the Trainer has wrapped the optimizer."""
+        kwargs["optimizer"].optimizer.set_total_steps(state.max_steps, restart=state.global_step == 0)
 
 
 def main() -> None:
@@ -43,7 +60,7 @@ def main() -> None:
         per_device_train_batch_size=8,
         learning_rate=3e-3,
         weight_decay=0.01,
-        max_grad_norm=1.0,
+        max_grad_norm=0.0,  # the optimizer clips, not the Trainer
         warmup_steps=max(options.steps // 10, 1),
         lr_scheduler_type="cosine",
         logging_steps=1,
@@ -52,8 +69,18 @@ def main() -> None:
         disable_tqdm=True,
         use_cpu=options.cpu,
     )
-    setup = sel.hf.setup(args)  # instead of args=args
-    trainer = Trainer(model=model, train_dataset=counting(), **setup)
+
+    def optimizer(model: torch.nn.Module) -> sel.SELAdamW:
+        rates = {"lr": trainer.args.learning_rate, "weight_decay": trainer.args.weight_decay, "no_decay": "vectors"}
+        return sel.SELAdamW(model, **rates, config=sel.preset("paper"), max_grad_norm=1.0, total_steps="later")
+
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=counting(),
+        optimizer_cls_and_kwargs=(lambda: optimizer, {}),  # a function without arguments that returns the builder
+        callbacks=[Steps()],
+    )
     trainer.train(resume_from_checkpoint=options.resume)
     trainer.save_model()
 
@@ -68,7 +95,7 @@ def report(trainer: Trainer, output: str) -> None:
     """Print the losses, and load the saved model as an ordinary one."""
     for record in trainer.state.log_history:
         if "loss" in record:
-            print(f"step {record['step']} loss {record['loss']:.6f} raw gradient norm {record['grad_norm']:.4f}")
+            print(f"step {record['step']} loss {record['loss']:.6f}")
     AutoModelForCausalLM.from_pretrained(output)
     print(f"saved and loaded: {output}")
 

@@ -3,8 +3,8 @@
     python examples/trl_sft.py --out runs/sft
     python examples/trl_sft.py --out runs/sft --steps 300 --resume
 
-A script for AdamW has `args=args` instead of `**sel.hf.setup(args)`. The optimizer clips raw gradients to
-`args.max_grad_norm`, and the trainer does not clip. Replace the model, the tokenizer and the data by your own.
+What differs from a script for AdamW: `max_grad_norm=0.0` and `optimizer_cls_and_kwargs`. hf_trainer.py has what learned
+scales need. Replace the model, the tokenizer and the data by your own.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def main() -> None:
         per_device_train_batch_size=20,
         learning_rate=3e-3,
         weight_decay=0.01,
-        max_grad_norm=1.0,
+        max_grad_norm=0.0,  # the optimizer clips, not the trainer
         lr_scheduler_type="cosine",
         logging_steps=10,
         save_steps=50,
@@ -62,9 +62,19 @@ def main() -> None:
         bf16=False,
         use_cpu=options.cpu,
     )
-    setup = sel.hf.setup(args)  # instead of args=args
-    data = Dataset.from_list(sums)
-    trainer = SFTTrainer(model=model, train_dataset=data, processing_class=tokenizer, **setup)
+    settings = {
+        "lr": args.learning_rate,
+        "weight_decay": args.weight_decay,
+        "no_decay": "vectors",
+        "max_grad_norm": 1.0,
+    }
+    trainer = SFTTrainer(
+        model=model,
+        args=args,
+        train_dataset=Dataset.from_list(sums),
+        processing_class=tokenizer,
+        optimizer_cls_and_kwargs=(lambda: sel.SELAdamW, {**settings, "max_grad_norm": 1.0}),
+    )
     trainer.train(resume_from_checkpoint=options.resume)
     trainer.save_model()
     loaded = AutoModelForCausalLM.from_pretrained(options.out)

@@ -19,7 +19,7 @@ __all__ = ["TRAINER", "outputs", "preload"]
 # What a run of the Hugging Face trainers imports.
 TRAINER = [
     *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "accelerate", "peft"),
-    *("symexplin.hf", "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"),
+    *("symexplin.optim", "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"),
 ]
 
 _END = "the end of a job"

@@ -1,5 +1,6 @@
 """README and the documentation: their Python runs, and their commands exist."""
 
+import functools
 import os
 import re
 import shlex
@@ -42,7 +43,7 @@ def trainers(folder):
             vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
         )
     )
-    args = transformers.Seq2SeqTrainingArguments(output_dir=folder, use_cpu=True, report_to="none")
+    args = transformers.TrainingArguments(output_dir=folder, use_cpu=True, report_to="none")
     return {
         "model": network,
         "args": args,
@@ -51,7 +52,8 @@ def trainers(folder):
         "accelerator": accelerate.Accelerator(cpu=True),
         "tokenizer": None,
         "Trainer": transformers.Trainer,
-        "Seq2SeqTrainer": transformers.Seq2SeqTrainer,
+        "TrainerCallback": transformers.TrainerCallback,
+        "TrainingArguments": functools.partial(transformers.TrainingArguments, use_cpu=True, report_to="none"),
         "SFTTrainer": transformers.Trainer,  # whose keywords are the same; examples/trl_sft.py runs the real one
     }
 
@@ -60,9 +62,9 @@ def trainers(folder):
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = prelude()
-    if "scale_qk_(" in page.read_text(encoding="utf-8"):
-        parts = {name: nn.Linear(8, 8) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
-        names["model"] = nn.ModuleDict(parts | {"q_norm": nn.RMSNorm(8)})
+    if "qk_bias_groups(" in page.read_text(encoding="utf-8"):
+        monkeypatch.syspath_prepend(ROOT / "examples")
+        names["model"] = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("q_proj", "k_proj", "v_proj", "o_proj")})
     if "Trainer(" in page.read_text(encoding="utf-8"):
         names |= trainers(tmp_path)
     for text in blocks(page, "python"):

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from symexplin.optim import (
         Leaf,
         RawSpaceOptimizer,
-        ScaleAnnealing,
         SELAdamW,
         anneal_scales,
         param_groups,
@@ -39,7 +38,6 @@ __all__ = [
     "SELConfig",
     "SELLinear",
     "Scale",
-    "ScaleAnnealing",
     "anneal_scales",
     "convert",
     "fold",

@@ -316,7 +316,7 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 class CurvedBase(nn.Module):
-    """What routing knows of a module with raw weights; :class:`symexplin.modules.CurvedModule` implements it."""
+    """What routing knows of a module with raw weights; :class:`symexplin.modules.SELLinear` implements it."""
 
     def sel_roles(self) -> dict[str, tuple[Map, ScaleTensor | None]]:
         """Return (map, None) for every raw weight and (map, tensor) for every tensor of a scale, by local names."""

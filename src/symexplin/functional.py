@@ -7,11 +7,16 @@ import torch
 from torch import Tensor
 
 from symexplin.checks import check_choice, check_flag, check_not_negative, check_positive
-from symexplin.config import CURVATURES, MODES, auto_beta
+from symexplin.config import BETA_AT_1024, CURVATURES, MODES, auto_beta
 from symexplin.modes import Scales, Value
 from symexplin.transform import ROLES, compute_dtype, forward, invert, pullback
 
-__all__ = ["Scales", "anneal", "auto_beta", "effective", "inverse"]
+__all__ = ["Scales", "anneal", "auto_beta", "beta_for", "effective", "inverse"]
+
+# At width 1024 beta 7.5 gives this kappa |w| at 1.75 standard deviations of Xavier's distribution,
+# sqrt(2/(1024 + 1024)): the middle of the paper's 1.5 to 2 (section 5.2). There the exponential is 23% above its
+# tangent.
+_KNEE = BETA_AT_1024 * 1.75 / 32.0
 
 
 class _Effective(torch.autograd.Function):
@@ -186,3 +191,21 @@ def anneal(step: int, total: int | None, k0: float, k1: float) -> float:
     if step >= total:  # exactly k1, without the rounding of exp(log())
         return k1
     return k0 * math.exp(0.5 * math.log(k1 / k0) * (1.0 - math.cos(math.pi * step / total)))
+
+
+def beta_for(std: float, deviations: float = 1.75) -> float:
+    """Return the curvature at which the exponential departs from linear at this many standard deviations.
+
+    It "departs" where it is 23% above its tangent, at kappa |w| = 0.41. There beta 7.5 puts 1.75 standard deviations
+    of Xavier's distribution at width 1024, the middle of the paper's 1.5 to 2 (section 5.2, which does not quantify
+    "departs"). The paper's own values at larger widths depart earlier: 12 to 15 at width 2048 at 1.5 to 1.2 standard
+    deviations.
+
+    Args:
+        std: standard deviation of the weights, at initialization (Xavier's is ``sqrt(2/(d_in + d_out))``) or trained.
+        deviations: number of standard deviations at which the curve departs.
+
+    >>> round(beta_for(1 / 32), 2), round(beta_for(1 / 32, deviations=1.5), 2)
+    (7.5, 8.75)
+    """
+    return _KNEE / (check_positive("deviations", deviations) * check_positive("std", std))

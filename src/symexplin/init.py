@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from symexplin.checks import check_flag, naming
 from symexplin.config import SELConfig
 from symexplin.curve import Curved, Map
-from symexplin.routes import check_values, frozen_layers, routing
+from symexplin.routes import check_values, routing
 from symexplin.transform import compute_dtype
 
 __all__ = ["init_"]
@@ -57,7 +57,7 @@ def init_(
     table = routing(model, config)
     if not table.curved:
         raise ValueError(f"model has nothing to curve (initialize a model before `convert`):\n{table}")
-    if frozen := frozen_layers(model):
+    if frozen := [route.name for route in table if route.axes and not route.curved]:
         raise ValueError(f"model must be new, to train from scratch, but its parameter {frozen[0]} is frozen")
     check_values(table)
     for route in table.curved:

@@ -1,26 +1,39 @@
-"""The choice of curved parameters, by the type of the module that owns them."""
+"""Which parameters are curved, and why: by the type of the module that owns them."""
 
+import fnmatch
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from symexplin.checks import check_not_negative, plain
 from symexplin.config import SELConfig, check_config
 from symexplin.curve import CurvedBase, Map, is_weight, sides
-from symexplin.heads import plain_parameters
-from symexplin.patterns import as_patterns, by_name, check_patterns, first_match
 from symexplin.transform import check_invertible
 
-__all__ = ["Rate", "Route", "Routing", "check_model", "check_no_decay", "check_values", "frozen_layers", "routing"]
+__all__ = [
+    *("Rate", "Route", "Routing", "by_name", "check_model", "check_no_decay", "check_values", "is_convertible"),
+    "routing",
+]
 
+# Patterns of the last part of a module's name.
+_HEADS = ("head", "*_head", "classifier", "score", "output")
+_ROUTERS = ("router", "*gate")  # beside experts
+
+T = TypeVar("T")
 Rate = float | Tensor | Mapping[str, float]  # a number, or numbers by name pattern
 _INSIDE = "curved in its module"
-_FROZEN = "frozen"
-_EXPERTS = {"eo": "expert bias", "eoi": "experts, outputs by inputs", "eio": "experts, inputs by outputs"}
-_AXES = {2: "oi", 3: "eoi"}  # of included parameters of other modules
+_EMBEDDING = "embedding"
+_AXES = {
+    **{"oi": "matrix, outputs by inputs", "io": "matrix, inputs by outputs", "o": "bias"},
+    **{"eoi": "experts, outputs by inputs", "eio": "experts, inputs by outputs", "eo": "expert bias"},
+}
+_INCLUDED = {2: "oi", 3: "eoi"}  # the axes of included parameters of other modules
 
 
 @dataclass(frozen=True)
@@ -32,13 +45,13 @@ class Route:
     position: int  # in named_parameters order: seeds LoRA's A
     curved: bool
     reason: str
-    axes: str = ""  # of a curved parameter, see symexplin.curve
+    axes: str = ""  # of a parameter that is curved, or would be if it were not frozen; see symexplin.curve
     lr: float | None = None  # None: the optimizer's
     weight_decay: float | None = None
 
     @property
     def is_weight(self) -> bool:
-        """Whether a curved parameter has rows and columns; biases have not."""
+        """Whether a parameter with axes has rows and columns; biases have not."""
         return is_weight(self.axes)
 
     def map(self, config: SELConfig) -> Map:
@@ -51,9 +64,8 @@ class Routing:
     """The decision for every parameter of a model; prints as a table.
 
     `config` is the map with the numbers that the model's `width` gives it. The width is the side that occurs most often
-    among the matrices that are curved, or would be if they were not frozen; the larger one on a tie. A convolution
-    counts by its fans, a depthwise one only if there is nothing else. Where only biases are curved, their weights
-    count. None: nothing is curved.
+    among the matrices that are curved, or would be if they were not frozen; the larger one on a tie. Where there are
+    only biases, their lengths count. None: nothing is curved.
     """
 
     routes: tuple[Route, ...]
@@ -72,10 +84,11 @@ class Routing:
         return tuple(route for route in self.routes if route.curved)
 
     def __str__(self) -> str:
+        word = "mapped" if self.config.mode == "linear" else "curved"
         columns: dict[str, list[Any]] = {
             "parameter": [r.name for r in self.routes],
             "shape": ["x".join(map(str, r.parameter.shape)) or "scalar" for r in self.routes],
-            "": ["curved" if r.curved else "plain" for r in self.routes],
+            "": [word if r.curved else "plain" for r in self.routes],
             "lr": [r.lr for r in self.routes],
             "decay": [r.weight_decay for r in self.routes],
             "reason": [r.reason for r in self.routes],
@@ -86,7 +99,7 @@ class Routing:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         inside, total = (sum(r.parameter.numel() for r in routes) for routes in (self.curved, self.routes))
-        lines.append(f"curved: {len(self.curved)} of {len(self.routes)} tensors, {inside:,} of {total:,} numbers")
+        lines.append(f"{word}: {len(self.curved)} of {len(self.routes)} tensors, {inside:,} of {total:,} numbers")
         lines[-1] += f" ({100.0 * inside / max(total, 1):.1f}%)"
         if self.width is not None:
             lines.append(f"map: {self.config}; width {self.width}")
@@ -98,15 +111,315 @@ def _cell(value: object) -> str:
     return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def routing(
+    model: nn.Module | torch.optim.Optimizer,
+    config: SELConfig | None = None,
+    *,
+    lr: Rate | None = None,
+    weight_decay: Rate | None = None,
+    no_decay: Sequence[str] | str = (),
+    whole: nn.Module | None = None,
+) -> Routing:
+    """Decide for every parameter of `model` whether it is curved, and give the reason.
+
+    The weights and biases of `nn.Linear` and of transformers' `Conv1D`, the input projections of
+    `nn.MultiheadAttention` and experts in one tensor are curved. Plain are embeddings and parameters tied to them,
+    the output head, routers of mixtures of experts, norms, convolutions and all else. LoRA's factors under PEFT are
+    linear layers and therefore curved. "Optimizer only" is what :func:`symexplin.convert` leaves plain.
+
+    Args:
+        model: a module, a part of `whole`, or an optimizer in raw space: the result is then the map that it trains,
+            with its present rates, and the other arguments must not be given.
+        config: the map. Its `include` and `exclude` patterns of qualified names override these rules.
+        lr, weight_decay: a number, or {name pattern: number}: the first pattern that matches a name counts, and every
+            name needs one ("*": all others). None: the optimizer's.
+        no_decay: name patterns of parameters without weight decay; "vectors" for biases and norms, as in nanoGPT; or
+            "usual" for embeddings, too.
+        whole: the model that contains `model`. It determines the parameters' names, the width and the decisions.
+
+    Raises:
+        ValueError: a pattern matches nothing or is never used, or includes a parameter that is no bias of a layer, no
+            matrix and no stack of matrices; `model` is not a part of `whole`, or an optimizer without a map.
+
+    >>> model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4))
+    >>> print(routing(model))
+    parameter  shape          reason
+    0.weight   4x8    curved  linear weight
+    0.bias     4      curved  linear bias
+    1.weight   4      plain   LayerNorm
+    1.bias     4      plain   LayerNorm
+    curved: 2 of 4 tensors, 36 of 44 numbers (81.8%)
+    map: exp_only, beta 0.6629; width 8
+    """
+    if isinstance(model, torch.optim.Optimizer):
+        if no_decay or any(argument is not None for argument in (config, lr, weight_decay, whole)):
+            raise ValueError("config, lr, weight_decay, no_decay and whole must not be given with an optimizer")
+        return _trained(model)
+    check_model(model)
+    config = check_config(config)
+    whole = model if whole is None else whole
+    check_model(whole, "whole")
+    names: dict[int, list[str]] = {}
+    for name, parameter in whole.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in names:
+            raise ValueError(f"model must be a part of whole, but its parameter {name!r} is not in whole")
+    own = [aliases[0] for aliases in names.values()]
+    known = [name for aliases in names.values() for name in aliases]
+    _check_patterns("include", config.include, known)
+    _check_patterns("exclude", config.exclude, known)
+    if not isinstance(no_decay := check_no_decay(no_decay), str):
+        _check_patterns("no_decay", no_decay, own)
+    rates, decays = _rates("lr", lr, own), _rates("weight_decay", weight_decay, own)
+    candidates = _candidates(whole)
+    routes = []
+    for position, (name, parameter) in enumerate(whole.named_parameters()):
+        candidate = candidates[id(parameter)]
+        reason, axes = _decide(names[id(parameter)], parameter, candidate, config)
+        decay = decays[name] if candidate.decays and not _undecayed(name, parameter, candidate, no_decay) else 0.0
+        curved = bool(axes) and parameter.requires_grad
+        routes.append(Route(name, parameter, position, curved, reason, axes, rates[name], decay))
+    width = _width(routes)
+    inside = {id(parameter) for parameter in model.parameters()}
+    of_model = tuple(route for route in routes if id(route.parameter) in inside)
+    return Routing(of_model, config if width is None else check_invertible(config.resolve(width)), width)
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> Routing:
+    """Return the routing of the map that an optimizer in raw space trains, from its groups."""
+    maps = {(group["config"], group["width"]) for group in optimizer.param_groups if group.get("role") == "curved"}
+    if len(maps) != 1:
+        raise ValueError(
+            f"model must be a module or an optimizer that trains one map, got {type(optimizer).__name__} with "
+            f"{len(maps)} maps"
+        )
+    routes: list[Route] = []
+    for group in optimizer.param_groups:
+        lr, decay = float(group["lr"]) * float(group.get("lr_factor", 1.0)), float(group["weight_decay"])
+        for i, (name, parameter) in enumerate(zip(group["param_names"], group["params"], strict=True)):
+            axes = group["axes"][i] if "axes" in group else ""
+            # A group that was added without positions comes last.
+            position = group["position"][i] if "position" in group else len(routes)
+            routes.append(Route(name, parameter, position, bool(axes), _AXES.get(axes, ""), axes, lr, decay))
+    config, width = maps.pop()
+    return Routing(tuple(sorted(routes, key=lambda route: route.position)), SELConfig.from_json(config), width)
+
+
+def _width(routes: Sequence[Route]) -> int | None:
+    """Return the width of :class:`Routing`."""
+    if not any(route.curved for route in routes):
+        return None
+    counts = Counter(side for r in routes if r.is_weight for side in sides(r.axes, r.parameter.shape))
+    counts = counts or Counter(route.parameter.shape[-1] for route in routes if route.axes)
+    return max(counts, key=lambda side: (counts[side], side))
+
+
+def _decide(aliases: list[str], parameter: Tensor, candidate: "_Candidate", config: SELConfig) -> tuple[str, str]:
+    """Return the reason for the decision about a parameter, and the axes of :class:`Route`."""
+    included, excluded = (first_match(aliases, patterns) for patterns in (config.include, config.exclude))
+    if not parameter.is_floating_point():
+        return "not floating point", ""
+    if not parameter.requires_grad:
+        return "frozen", candidate.axes if candidate.curved else ""
+    if excluded is not None:
+        return f"excluded by {excluded!r}", ""
+    if included is None and not candidate.curved:
+        return candidate.reason, ""
+    if len(candidate.axes) != max(parameter.dim(), 1):
+        raise ValueError(
+            f"{aliases[0]} must be a matrix, a stack of matrices or a bias of a linear layer to be curved, got "
+            f"{candidate.reason} with shape {tuple(parameter.shape)}"
+        )
+    reason = candidate.reason if included is None else f"included by {included!r}"
+    return reason if candidate.convertible else f"{reason} (optimizer only)", candidate.axes
+
+
+# ---- the decision by type ----
+
+
 @dataclass(frozen=True)
 class _Candidate:
     """The decision for a parameter by its module's type, before include and exclude patterns."""
 
     reason: str
+    axes: str = ""  # if it is curved or included
     curved: bool = False
-    axes: str = ""
-    weight: tuple[Tensor, str] | None = None  # a bias's: the weight beside it and its axes
+    convertible: bool = False
     decays: bool = True  # False for scales of a converted layer that shape the map
+
+
+def is_convertible(module: nn.Module) -> bool:
+    """Whether :func:`symexplin.convert` replaces a module: linear layers of exactly these types.
+
+    >>> is_convertible(nn.Linear(2, 2)), is_convertible(nn.LazyLinear(2))
+    (True, False)
+    """
+    kind = type(module)
+    if kind.__name__ == "Conv1D":
+        return kind.__module__.startswith("transformers.")
+    return kind in (nn.Linear, NonDynamicallyQuantizableLinear)  # the second is nn.MultiheadAttention's out_proj
+
+
+def _candidates(model: nn.Module) -> dict[int, _Candidate]:
+    """Return the decision for every parameter by the module that owns it."""
+    reasons = _plain_reasons(model)
+    candidates: dict[int, _Candidate] = {}
+    # Layers come first: other modules may have aliases of their parameters.
+    for module in sorted(model.modules(), key=lambda module: not _linear_axes(module)):
+        for local, parameter in module.named_parameters(recurse=False):
+            candidates.setdefault(id(parameter), _candidate(module, local, parameter, reasons.get(id(parameter))))
+    return candidates
+
+
+def _candidate(module: nn.Module, local: str, parameter: Tensor, plain_reason: str | None) -> _Candidate:
+    kind = type(module).__name__
+    if isinstance(module, CurvedBase):
+        if local not in (roles := module.sel_roles()):
+            return _Candidate(kind)  # left plain when the module was converted
+        spec, tensor = roles[local]
+        return _Candidate(_INSIDE, "" if is_weight(spec.axes) else "o", decays=tensor is None or tensor.decays)
+    reason, axes = _layer(module, local, parameter)
+    if reason:
+        return _Candidate(plain_reason or reason, axes, plain_reason is None, is_convertible(module))
+    return _Candidate(plain_reason or kind, "" if isinstance(module, _ConvNd) else _INCLUDED.get(parameter.dim(), ""))
+
+
+def _layer(module: nn.Module, local: str, parameter: Tensor) -> tuple[str, str]:
+    """Return what a parameter of a layer is and its axes; empty strings for parameters of other modules."""
+    if (axes := _linear_axes(module)) and local in ("weight", "bias"):
+        return f"{'linear' if axes == 'oi' else 'Conv1D'} {local}", axes if local == "weight" else "o"
+    if isinstance(module, nn.MultiheadAttention) and local.endswith(("proj_weight", "proj_bias")):
+        return "attention input projection", "oi" if parameter.dim() == 2 else "o"
+    if "Experts" in type(module).__name__:
+        if parameter.dim() == 3:
+            axes = "eio" if getattr(module, "is_transposed", False) else "eoi"
+            return _AXES[axes], axes
+        if parameter.dim() == 2 and local.endswith("bias"):
+            return _AXES["eo"], "eo"
+    return "", ""
+
+
+def _linear_axes(module: nn.Module) -> str:
+    """Return the axes of a linear layer's weight; empty for other modules."""
+    if isinstance(module, nn.Linear):
+        return "oi"
+    # transformers' transposed linear layer, without importing transformers
+    is_conv1d = any(c.__name__ == "Conv1D" and c.__module__.startswith("transformers.") for c in type(module).__mro__)
+    return "io" if is_conv1d else ""
+
+
+def _plain_reasons(model: nn.Module) -> dict[int, str]:
+    """Return the ids of the parameters of embeddings, heads and routers with the reason why they are plain."""
+    modules = dict(model.named_modules())  # not get_submodule, which a module called "half" would defeat
+    reasons = {id(p): "output head" for head in _heads(modules) for p in head.parameters(recurse=False)}
+    for name, module in modules.items():
+        if _is_router(name, module, modules[name.rpartition(".")[0]]):
+            reasons |= {id(p): "router of a mixture of experts" for p in module.parameters()}
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            reasons |= {id(p): _EMBEDDING for p in module.parameters()}
+    return reasons
+
+
+def _heads(modules: Mapping[str, nn.Module]) -> Sequence[nn.Module]:
+    """Return the output heads that the first of four rules finds."""
+    # 1. What the model returns. Any module: a wrapper such as DistributedDataParallel lacks the method.
+    owners: list[Any] = [m for m in modules.values() if callable(getattr(m, "get_output_embeddings", None))]
+    returned = [owner.get_output_embeddings() for owner in owners]
+    # An adapter may wrap the head.
+    if heads := [part for head in returned if isinstance(head, nn.Module) for part in head.modules()]:
+        return heads
+    # 2. The last linear layer of every module with a usual name, outside of numbered blocks.
+    outside = {name: m for name, m in modules.items() if not any(part.isdigit() for part in name.split("."))}
+    usual = [module for name, module in outside.items() if first_match([name.rpartition(".")[2]], _HEADS)]
+    layers = [[part for part in module.modules() if isinstance(part, nn.Linear)] for module in usual]
+    if any(layers):
+        return [parts[-1] for parts in layers if parts]
+    # 3. The last linear layer over a vocabulary, outside of numbered blocks.
+    sizes = {getattr(getattr(module, "config", None), "vocab_size", None) for module in modules.values()}
+    sizes |= {module.num_embeddings for module in modules.values() if isinstance(module, nn.Embedding)}
+    linears = [module for module in outside.values() if isinstance(module, nn.Linear)]
+    if heads := [module for module in linears if module.in_features < module.out_features in sizes]:
+        return heads[-1:]
+    # 4. The model's last linear layer, in a Sequential that begins with an embedding.
+    last = ["", *(name for name, module in modules.items() if isinstance(module, nn.Linear))][-1]
+    chain = modules[last.rpartition(".")[0]]
+    first = next(chain.children(), None) if isinstance(chain, nn.Sequential) else None
+    return [modules[last]] if isinstance(first, nn.Embedding | nn.EmbeddingBag) else []
+
+
+def _is_router(name: str, module: nn.Module, parent: nn.Module) -> bool:
+    """Whether a module chooses among experts, by the name of its type or by its own name beside experts."""
+    if "Router" in type(module).__name__:
+        return True
+    beside = (*parent._modules.items(), *parent._parameters.items())
+    has_experts = any("expert" in f"{local} {type(part).__name__}".lower() for local, part in beside)
+    return has_experts and first_match([name.rpartition(".")[2]], _ROUTERS) is not None
+
+
+# ---- rates and patterns ----
+
+
+def first_match(names: Iterable[str], patterns: Iterable[str]) -> str | None:
+    """Return the first pattern that matches any of the names.
+
+    >>> first_match(["0.mlp.up"], ["head", "*.mlp.*", "*"])
+    '*.mlp.*'
+    """
+    return next((p for p in patterns for name in names if fnmatch.fnmatchcase(name, p)), None)
+
+
+def by_name(argument: str, value: T | Mapping[str, T], names: Sequence[str]) -> dict[str, T]:
+    """Return the setting of every name: `value`, or that of the first pattern in it which matches the name.
+
+    >>> by_name("lr", {"*.mlp.*": 1e-3, "*": 3e-4}, ["0.mlp.up", "head"])
+    {'0.mlp.up': 0.001, 'head': 0.0003}
+    """
+    if not isinstance(value, Mapping):
+        return dict.fromkeys(names, value)
+    matches = {name: first_match([name], value) for name in names}
+    used = set(matches.values())
+    for pattern in value:
+        if pattern not in used:
+            raise ValueError(f"{argument} pattern {pattern!r} matches no parameter that earlier ones leave: never used")
+    for name, pattern in matches.items():
+        if pattern is None:
+            raise ValueError(f"{argument} must have a pattern for every name, got none for {name!r}: end with '*'")
+    return {name: value[pattern] for name, pattern in matches.items() if pattern is not None}
+
+
+def _rates(argument: str, value: Rate | None, names: Sequence[str]) -> dict[str, float | None]:
+    """Return the rate of every name."""
+    rates = by_name(argument, plain(value), names)
+    return {name: None if rate is None else check_not_negative(argument, rate) for name, rate in rates.items()}
+
+
+def _undecayed(name: str, parameter: Tensor, candidate: _Candidate, no_decay: Sequence[str] | str) -> bool:
+    if not isinstance(no_decay, str):
+        return first_match([name], no_decay) is not None
+    if candidate.reason == _INSIDE:
+        return bool(candidate.axes)  # a bias or one of its scales
+    is_undecayed = candidate.axes == "eo" or (no_decay == "usual" and candidate.reason == _EMBEDDING)
+    return parameter.dim() < 2 or is_undecayed
+
+
+def _check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+    for pattern in patterns:
+        if first_match(names, [pattern]) is None:
+            raise ValueError(f"{argument} pattern {pattern!r} matches no parameter")
+
+
+def check_no_decay(no_decay: Sequence[str] | str) -> tuple[str, ...] | str:
+    """Return name patterns of parameters without weight decay, or the word for them."""
+    if isinstance(no_decay, str) and no_decay in ("usual", "vectors"):
+        return no_decay
+    patterns = tuple(no_decay) if isinstance(no_decay, Iterable) else (no_decay,)
+    if isinstance(no_decay, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f"no_decay must be a sequence of patterns, 'usual' or 'vectors', got {no_decay!r}")
+    return patterns
+
+
+# ---- checks of models ----
 
 
 def check_model(model: object, name: str = "model") -> None:
@@ -123,203 +436,3 @@ def check_values(table: Routing) -> None:
                 f"model must have its weights, got {route.name} on the device 'meta': call to_empty and initialize it "
                 "before"
             )
-
-
-def check_no_decay(no_decay: Sequence[str] | str) -> tuple[str, ...] | str:
-    """Return name patterns of parameters without weight decay, or the word for them."""
-    if not isinstance(no_decay, str):
-        return as_patterns("no_decay", no_decay or ())
-    if no_decay not in ("usual", "vectors"):
-        raise ValueError(f"no_decay must be a sequence of patterns, 'usual' or 'vectors', got the string {no_decay!r}")
-    return no_decay
-
-
-def frozen_layers(model: nn.Module) -> list[str]:
-    """Return the names of the parameters that would be curved if they were not frozen."""
-    candidates = _candidates(model)
-    return [name for name, p in model.named_parameters() if not p.requires_grad and candidates[id(p)].curved]
-
-
-def routing(
-    model: nn.Module,
-    config: SELConfig | None = None,
-    *,
-    lr: Rate | None = None,
-    weight_decay: Rate | None = None,
-    no_decay: Sequence[str] | str = (),
-    whole: nn.Module | None = None,
-) -> Routing:
-    """Decide for every parameter of `model` whether it is curved, and give the reason.
-
-    The weights and biases of `nn.Linear`, of transformers' `Conv1D`, of convolutions, of experts in one tensor and of
-    the input projections of `nn.MultiheadAttention` are curved. Plain are: embeddings and parameters tied to them,
-    output heads and routers of mixtures of experts (:mod:`symexplin.heads` has their names), step biases of state-space
-    models, norms, frozen and non-floating parameters. LoRA's factors under PEFT are linear layers and therefore curved.
-
-    Args:
-        model: a module, or a part of `whole`.
-        config: the map. Its `include` and `exclude` patterns of qualified names override these rules.
-        lr, weight_decay: a number, or {name pattern: number}: the first pattern that matches a name counts, and every
-            name needs one ("*": all others). None: the optimizer's.
-        no_decay: name patterns of parameters without weight decay; "vectors" for biases and norms, as in nanoGPT; or
-            "usual" for embeddings, too.
-        whole: the model that contains `model`. It determines the parameters' names, the width and the decisions.
-
-    Raises:
-        ValueError: a pattern matches nothing or is never used, or includes a parameter that is no bias of a layer, no
-            matrix and no stack of matrices; `model` is not a part of `whole`.
-
-    >>> model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4))
-    >>> print(routing(model))
-    parameter  shape          reason
-    0.weight   4x8    curved  linear weight
-    0.bias     4      curved  linear bias
-    1.weight   4      plain   LayerNorm
-    1.bias     4      plain   LayerNorm
-    curved: 2 of 4 tensors, 36 of 44 numbers (81.8%)
-    map: exp_only, beta 0.6629; width 8
-    """
-    check_model(model)
-    config = check_config(config)
-    whole = model if whole is None else whole
-    check_model(whole, "whole")
-    names: dict[int, list[str]] = {}
-    for name, parameter in whole.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in names:
-            raise ValueError(f"model must be a part of whole, but its parameter {name!r} is not in whole")
-    own = [aliases[0] for aliases in names.values()]
-    known = [name for aliases in names.values() for name in aliases]
-    check_patterns("include", config.include, known)
-    check_patterns("exclude", config.exclude, known)
-    if not isinstance(no_decay := check_no_decay(no_decay), str):
-        check_patterns("no_decay", no_decay, own)
-    rates, decays = _rates("lr", lr, own), _rates("weight_decay", weight_decay, own)
-    candidates = _candidates(whole)
-    routes = []
-    for position, (name, parameter) in enumerate(whole.named_parameters()):
-        candidate = candidates[id(parameter)]
-        reason, axes = _decide(names[id(parameter)], parameter, candidate, config)
-        decay = decays[name] if candidate.decays and not _undecayed(name, parameter, candidate, no_decay) else 0.0
-        routes.append(Route(name, parameter, position, bool(axes), reason, axes, rates[name], decay))
-    width = _width(routes, candidates)
-    inside = {id(parameter) for parameter in model.parameters()}
-    of_model = tuple(route for route in routes if id(route.parameter) in inside)
-    return Routing(of_model, config if width is None else check_invertible(config.resolve(width)), width)
-
-
-def _rates(argument: str, value: Rate | None, names: Sequence[str]) -> dict[str, float | None]:
-    """Return the rate of every name."""
-    rates = by_name(argument, plain(value), names)
-    return {name: None if rate is None else check_not_negative(argument, rate) for name, rate in rates.items()}
-
-
-def _width(routes: Sequence[Route], candidates: Mapping[int, _Candidate]) -> int | None:
-    """Return the width of :class:`Routing`."""
-    known = [(route, candidates[id(route.parameter)]) for route in routes]
-    tensors: list[tuple[Tensor, str]] = [(route.parameter, route.axes) for route in routes if route.curved]
-    if not tensors:
-        return None
-    tensors += [(route.parameter, c.axes) for route, c in known if route.reason == _FROZEN and c.curved]
-    weights = [(weight, axes) for weight, axes in tensors if is_weight(axes)]
-    weights = weights or [c.weight for route, c in known if route.curved and c.weight is not None]
-    # Each filter of a depthwise convolution reads one channel, so that its fans say nothing of the model's width.
-    weights = [(w, axes) for w, axes in weights if "e" in axes or w.dim() == 2 or w.shape[1] > 1] or weights
-    counts = Counter(side for weight, axes in weights for side in sides(axes, weight.shape))
-    return max(counts, key=lambda side: (counts[side], side)) if counts else None
-
-
-def _undecayed(name: str, parameter: Tensor, candidate: _Candidate, no_decay: Sequence[str] | str) -> bool:
-    if not isinstance(no_decay, str):
-        return first_match([name], no_decay) is not None
-    if candidate.reason == _INSIDE:
-        return bool(candidate.axes)  # a bias or one of its scales
-    return parameter.dim() < 2 or candidate.axes == "eo" or (no_decay == "usual" and "embedding" in candidate.reason)
-
-
-def _decide(aliases: list[str], parameter: Tensor, candidate: _Candidate, config: SELConfig) -> tuple[str, str]:
-    """Return the reason for the decision about a parameter, and its axes if it is curved, else ""."""
-    included, excluded = (first_match(aliases, patterns) for patterns in (config.include, config.exclude))
-    if not parameter.is_floating_point():
-        return "not floating point", ""
-    if not parameter.requires_grad:
-        return _FROZEN, ""
-    if excluded is not None:
-        return f"excluded by {excluded!r}", ""
-    if included is None and not candidate.curved:
-        return candidate.reason, ""
-    reason = candidate.reason if included is None else f"included by {included!r}"
-    axes = candidate.axes or _AXES.get(parameter.dim(), "")
-    if len(axes) != max(parameter.dim(), 1):
-        raise ValueError(
-            f"{aliases[0]} ({reason}) has shape {tuple(parameter.shape)}: weights and biases of linear layers and of "
-            "convolutions, matrices and stacks of them can be curved; exclude it, or unflatten the model's parameters"
-        )
-    if parameter.numel() == 0 or (candidate.weight is not None and candidate.weight[0].numel() == 0):
-        return "empty", ""
-    return reason, axes
-
-
-def _candidates(model: nn.Module) -> dict[int, _Candidate]:
-    """Return the decision for every parameter by the module that owns it."""
-    plain = plain_parameters(model)
-    candidates: dict[int, _Candidate] = {}
-    for module in model.modules():
-        for local, parameter in module.named_parameters(recurse=False):
-            key, candidate = id(parameter), _candidate(module, local, parameter)
-            if key in plain and candidate.reason != _INSIDE:
-                candidate = replace(candidate, reason=plain[key], curved=False)
-            # Skip aliases of a layer's weight in other modules.
-            if key not in candidates or (candidate.axes and not candidates[key].axes):
-                candidates[key] = candidate
-    return candidates
-
-
-def _candidate(module: nn.Module, local: str, parameter: nn.Parameter) -> _Candidate:
-    if isinstance(module, CurvedBase):
-        if local not in (roles := module.sel_roles()):
-            return _Candidate(type(module).__name__)  # left plain when the module was converted
-        spec, tensor = roles[local]
-        return _Candidate(_INSIDE, axes="" if is_weight(spec.axes) else "o", decays=tensor is None or tensor.decays)
-    kind, axes = _layer(module)
-    weight = module._parameters.get("weight")
-    if kind and local in ("weight", "bias") and weight is not None:
-        beside = None if local == "weight" else (weight, axes)
-        return _Candidate(f"{kind} {local}", True, axes if local == "weight" else "o", beside)
-    if isinstance(module, nn.MultiheadAttention) and local.endswith(("proj_weight", "proj_bias")):
-        weight = module.in_proj_weight if module.in_proj_weight is not None else module.q_proj_weight
-        axes, beside = ("oi", None) if parameter.dim() == 2 else ("o", (weight, "oi"))
-        return _Candidate("attention input projection", True, axes, beside)
-    if "Experts" in type(module).__name__ and (axes := _expert_axes(module, local, parameter)):
-        return _Candidate(_EXPERTS[axes], True, axes)
-    return _Candidate(type(module).__name__)
-
-
-def _layer(module: nn.Module) -> tuple[str, str]:
-    """Return the name of a linear layer or convolution for the reason, and its weight's axes; empty for others."""
-    if isinstance(module, nn.Linear):
-        return "linear", "oi"
-    # transformers' transposed linear layer, without importing transformers
-    if any(c.__name__ == "Conv1D" and c.__module__.startswith("transformers.") for c in type(module).__mro__):
-        return "Conv1D", "io"
-    return "", ""
-
-
-def _expert_axes(module: nn.Module, local: str, parameter: nn.Parameter) -> str:
-    """Return the axes of the weights or biases of all experts in one tensor, or ""; only a dimension can tell.
-
-    The attribute `is_transposed` says whether inputs come first. Modules of transformers may lack it: there the model's
-    width is the number of inputs, or in a `down` projection of outputs, and one weight that is not square tells of all.
-    """
-    if parameter.dim() == 2 and local.endswith("bias"):
-        return "eo"
-    if parameter.dim() != 3:
-        return ""
-    inputs_first = getattr(module, "is_transposed", None)
-    if inputs_first is None and type(module).__module__.startswith("transformers."):
-        width = getattr(module, "hidden_size", getattr(module, "hidden_dim", None))
-        for name, weight in module.named_parameters(recurse=False):
-            if weight.dim() == 3 and width in weight.shape[1:] and weight.shape[1] != weight.shape[2]:
-                inputs_first = (weight.shape[1] == width) != ("down" in name)
-    return "eio" if inputs_first else "eoi"

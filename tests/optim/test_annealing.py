@@ -89,47 +89,46 @@ def test_a_scheduler_drives_it_as_it_drives_adamw(name):
 T = 20
 
 
-def annealed(kind=torch.optim.SGD):
+def annealed():
     torch.manual_seed(0)
     model = sel.convert(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), sel.preset("paper"))
-    optimizer = kind(sel.param_groups(model, lr=3e-4, weight_decay=0.0))
-    return optimizer, sel.anneal_scales(optimizer, T)
+    optimizer = torch.optim.AdamW(sel.param_groups(model, lr=3e-4, weight_decay=0.0))
+    sel.anneal_scales(optimizer, T)
+    return optimizer
 
 
-def rates_used(optimizer, steps):
-    """The learning rate of every role while the optimizer steps."""
+def rates_used(optimizer, steps, schedule=None):
+    """The learning rate of every role while the optimizer steps, and after it the schedule."""
     seen = []
     handle = optimizer.register_step_pre_hook(lambda o, *_: seen.append({g["role"]: g["lr"] for g in o.param_groups}))
     for _ in range(steps):
         optimizer.step()
+        if schedule is not None:
+            schedule.step()
     handle.remove()
     return seen
 
 
-def test_the_count_of_steps_is_saved_and_a_state_without_one_may_be_loaded():
-    optimizer, _ = annealed(torch.optim.AdamW)
-    bare = copy.deepcopy(optimizer.state_dict())
-    rates_used(optimizer, 7)
-    saved = copy.deepcopy(optimizer.state_dict())
-    resumed, _ = annealed(torch.optim.AdamW)
-    resumed.load_state_dict(saved)
+def test_scales_learn_at_the_rate_of_the_schedule_times_k_also_in_a_resumed_run():
+    optimizer, resumed = annealed(), annealed()
+    schedule = lr_scheduler.LambdaLR(optimizer, lambda t: 0.9**t)
+    used = rates_used(optimizer, 7, schedule)
+    assert [rates["raw"] for rates in used] == [pytest.approx(3e-4 * 0.9**t) for t in range(7)]
+    for role, (k0, k1) in {"e": (50, 8), "l": (50, 8), "m": (0.01, 0.5)}.items():
+        ks = [sel.functional.anneal(t, T, k0, k1) for t in range(7)]
+        assert [rates[role] for rates in used] == [pytest.approx(3e-4 * 0.9**t * k) for t, k in enumerate(ks)]
+    assert {group["lr"] for group in optimizer.param_groups} == {schedule.get_last_lr()[0]}
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert rates_used(resumed, 3) == rates_used(optimizer, 3)
-    for group in bare["param_groups"]:
-        del group["steps"]
-    resumed.load_state_dict(bare)
-    assert rates_used(resumed, 2)[1]["e"] == pytest.approx(3e-4 * sel.functional.anneal(1, T, 50, 8))
 
 
-def test_a_step_that_raises_a_second_call_and_removal_leave_no_trace():
-    optimizer, _ = annealed()
+def test_a_step_that_raises_is_no_step_and_leaves_the_rates_of_the_next_one_right():
+    optimizer = annealed()
 
     def closure():
         raise RuntimeError("stopped")
 
     with pytest.raises(RuntimeError, match="stopped"):
         optimizer.step(closure)
-    assert {group["lr"] for group in optimizer.param_groups} == {3e-4}
-    handle = sel.anneal_scales(optimizer, T)  # replaces the first
     assert rates_used(optimizer, 2)[1]["e"] == pytest.approx(3e-4 * sel.functional.anneal(1, T, 50, 8))
-    handle.remove()
-    assert rates_used(optimizer, 1)[0]["e"] == 3e-4
+    assert {group["lr"] for group in optimizer.param_groups} == {3e-4}

@@ -128,8 +128,8 @@ TABLE = [
     (grouped(weight_decay=True), "weight_decay .*True"),
     (lambda: sel.routing(network(), weight_decay=-1), "weight_decay .*-1"),
     (grouped(lr={"4.*": 1e-3, "*": 1e-3}), r"lr .*4\.\*"),
-    (grouped(lr={"1.*": 1e-3}), r"lr .*0\.weight.*'\*'"),
-    (grouped(lr={"*": 1e-3, "1.*": 2e-3}), r"lr .*1\.\*.* never"),
+    (grouped(lr={"1.*": 1e-3}), r"lr .*every name, got none for '0\\.weight'"),
+    (grouped(lr={"*": 1e-3, "1.*": 2e-3}), r"lr pattern '1\\.\\*' .*earlier patterns"),
     (grouped(lr=[1e-3, 2e-3]), "lr .*0.001, 0.002"),
     (grouped(no_decay=["norm.*"]), "no_decay .*norm"),
     (grouped(no_decay="bias"), "no_decay .*'usual'.*'bias'"),
@@ -145,7 +145,6 @@ TABLE = [
     (grouped(whole="0"), "whole .*Module, got str"),
     *((lambda x=x: ADAMW(x), "params must be a plain model") for x in (None, PAPER, nn.Linear)),
     (lambda: build(network()).add_param_group([("params", [Q])]), "param_group .*dict.*list"),
-    (lambda: sel.anneal_scales(sel.convert(network(), PAPER), 9), "optimizer .*Optimizer, got Sequential"),
     *((lambda x=x: sel.SELConfig.from_dict(x), "values .*dictionary, got") for x in (None, PAPER, [("beta", 2.0)])),
     (lambda: sel.preset("paper", l={"pattern": "rows"}), "l: pattern .*'rows'"),
     (lambda: sel.param_groups(sel.convert(network()), config=PAPER), "config .*converted"),
@@ -154,8 +153,11 @@ TABLE = [
     (lambda: annealed(sel.convert(network(), PAPER)), "total"),
     (lambda: sel.anneal_scales(torch.optim.SGD(network().parameters()), 20), "param_groups"),
     (lambda: sel.init_(network(), PAPER, xavier="no"), "xavier .*'no'"),
-    (lambda: sel.init_(network().to("meta"), PAPER), "model .*0.weight on the device 'meta'.*to_empty"),
-    (lambda: sel.convert(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4, dtype=torch.complex64))), "nothing to curve"),
+    (lambda: sel.init_(network().to("meta"), PAPER), "model .*0.weight on the device 'meta'"),
+    (
+        lambda: sel.convert(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4, dtype=torch.complex64))),
+        "no layer to convert",
+    ),
 ]
 
 

@@ -16,7 +16,7 @@ from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks
 from symexplin.lab.weights import start_from
 from symexplin.optim.shard import is_dtensor, local, shard_of, whole
-from symexplin.patterns import by_name
+from symexplin.routes import by_name
 
 __all__ = ["Built", "build", "build_model", "clear_gradients"]
 

@@ -85,8 +85,6 @@ def _skeleton(shapes: Mapping[str, Sequence[int]]) -> nn.Module:
                 modules[path] = _module(part, shapes.get(f"{path}.weight", ()))
                 modules[parent]._modules[part] = modules[path]  # not by add_module, which refuses names such as "half"
         modules[owner]._parameters[local] = nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"))
-    # Heads have the name of one, or map to the vocabulary: a tied head is not in the file.
-    modules[""].get_output_embeddings = lambda: None  # type: ignore[assignment]
     return modules[""]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from symexplin.curve import Curved, is_weight
-from symexplin.modules import CurvedModule
+from symexplin.modules import SELLinear
 from symexplin.optim.optimizer import RawSpaceOptimizer
 from symexplin.optim.shard import WHOLE, Shard, whole
 from symexplin.routes import check_model
@@ -32,7 +32,6 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> d
     Empty for ordinary weights, and before the first step of a raw-space optimizer. With a sharded model every process
     must call it and gets the same result.
 
-    >>> from symexplin.modules import SELLinear
     >>> from symexplin.presets import preset
     >>> sorted(stats(nn.Sequential(SELLinear(8, 8, config=preset("paper")))))[:2]
     ['e/mean', 'e/std']
@@ -118,9 +117,9 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
                 yield entry.curved_map(), math.prod(entry.shape), entry.shard
         return
     for layer in model.modules():
-        if isinstance(layer, CurvedModule):
-            for name in layer.sel_maps:
-                curved = layer.sel_curved(name)
+        if isinstance(layer, SELLinear):
+            for name in layer.maps:
+                curved = layer.curved(name)
                 # fully_shard splits each parameter of the layer separately, so their local parts do not match.
                 tensors = {key: whole(value) for key, value in curved.tensors.items()}
                 yield curved._replace(raw=whole(curved.raw), tensors=tensors), math.prod(curved.map.shape), WHOLE

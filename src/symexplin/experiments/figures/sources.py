@@ -140,7 +140,7 @@ def probe(folder: Path) -> Probe:
     """
     config = run_config(folder)
     built = build(dataclasses.replace(config, compute=dataclasses.replace(config.compute, device="cpu")))
-    layers = {name: layer for name, layer in built.model.named_modules() if isinstance(layer, nn.Linear)}
+    layers = {name: layer for name, layer in built.model.named_modules() if isinstance(layer, nn.Linear | SELLinear)}
     initial = {name: layer.weight.clone() for name, layer in layers.items()}
     checkpoint = newest_intact(folder, warnings.warn)
     if checkpoint is None:
@@ -166,7 +166,7 @@ def _curved(built: Built) -> dict[str, Curved]:
         in_optimizer = built.optimizer.curved()
         return {name.removesuffix(".weight"): each for name, each in in_optimizer if each.raw.dim() == 2}
     layers = ((name, layer) for name, layer in built.model.named_modules() if isinstance(layer, SELLinear))
-    return {name: layer.sel_curved("weight") for name, layer in layers}
+    return {name: layer.curved() for name, layer in layers}
 
 
 def _role(matrices: list[tuple[Tensor, Tensor, Curved]], stride: int) -> RoleWeights:
