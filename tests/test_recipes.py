@@ -144,7 +144,8 @@ def test_timms_rates_decay_and_schedule_are_those_of_its_adamw(timm, layer_decay
     for optimizer in (adamw, ours):
         scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer, num_epochs=10, warmup_epochs=0)
         scheduler.step(3)
-        rates.append({id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]})
+        lrs = [(g, g["lr"] * g.get("lr_factor", 1.0)) for g in optimizer.param_groups]
+        rates.append({id(p): (lr, g["weight_decay"]) for g, lr in lrs for p in g["params"]})
     assert rates[1].keys() == rates[0].keys()
     assert all(rates[1][key] == pytest.approx(rates[0][key], rel=1e-12) for key in rates[0])
     assert len({lr for lr, _ in rates[0].values()}) == (1 if layer_decay == 1.0 else 4)
