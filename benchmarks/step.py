@@ -41,20 +41,26 @@ CASES: dict[str, list[Shape]] = {
     "4x1024": [(1024, 1024)] * 4,
     "512x6": [*[(512, 512)] * 4, (2816, 512), (512, 1408)] * 6,  # the matrices of the laboratory's transformer
     "400x16": [(16, 16)] * 400,
+    "84x16": [(16, 16)] * 84,  # with biases, as a model of small layers
+    "4x1000": [(1000, 1000)] * 4,
+    "2x4096": [(1024, 4096)] * 2,
+    "64x256": [(256, 256)] * 64,
     "1024x12": [*[(1024, 1024)] * 4, (5632, 1024), (1024, 2816)] * 12,  # for a GPU
 }
+BIASED = ("84x16",)
 SELLion = runpy.run_path(str(Path(__file__).parents[1] / "examples/sel_lion.py"))["SELLion"]
 VARIANTS = {
     **{name: (sel.SELAdamW, sel.preset(name)) for name in PRESETS},
-    "number": (sel.SELAdamW, sel.preset("structured_linear", l=sel.Scale("global", k=(50.0, 8.0)))),
     "lion": (SELLion, sel.preset("default")),
     "lion-paper": (SELLion, sel.preset("paper")),
 }
 # The agreed limits of an optimizer step by kernels on one thread of a CPU, in units of the baseline.
-LARGE = {"default": 1.3, "paper": 3.0, "absorbed": 3.0, "frozen": 3.0, "structured_linear": 3.0, "paper+offset": 5.0}
-LARGE |= {"lion": 3.0, "lion-paper": 4.0}
+LEARNED = ("paper", "absorbed", "frozen", "structured_linear", "one_number")
+LARGE = {"default": 1.3, **dict.fromkeys(LEARNED, 2.2), "paper+offset": 3.1, "lion": 6.0, "lion-paper": 6.0}
 LIMITS = {(case, dtype): LARGE for case in ("4x1024", "512x6") for dtype in ("float32", "bfloat16")}
+LIMITS |= {(case, "float32"): LARGE for case in ("4x1000", "2x4096", "64x256")}
 LIMITS["400x16", "float32"] = {"default": 1.0, "paper": 2.5}
+LIMITS["84x16", "float32"] = {"default": 1.1, "paper": 1.3, "paper+offset": 1.5}
 SETTINGS = {"lr": 1e-3, "weight_decay": 0.1}
 CLIP, STEPS = 1.0, 10**6
 # glibc gives freed tensors back at once, so that the peak of a process is the memory in use.
@@ -66,7 +72,8 @@ class Matrices(nn.Module):
 
     def __init__(self, shapes: Sequence[Shape], dtype: torch.dtype, device: str) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(cols, rows, bias=False) for rows, cols in shapes]).to(device, dtype)
+        bias = shapes in [CASES[name] for name in BIASED]
+        self.layers = nn.ModuleList([nn.Linear(cols, rows, bias) for rows, cols in shapes]).to(device, dtype)
         generator = torch.Generator().manual_seed(0)
         for parameter in self.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter) * 0.01

@@ -478,7 +478,9 @@ NOINLINE void product_task(const Call *call, Task task, int64_t index) {
         else if (call->kind == PRODUCT + PULL) pull_row(call, x, task, i);
         else push_row(call, x, i);
     }
-    if (call->kind == PRODUCT + NORM && x->rank) delta_rows(call, x, task);
+    if (call->kind != PRODUCT + NORM || !x->rank) return;
+    memset(x->by_a + task.start * x->rank, 0, (size_t)((task.stop - task.start) * x->rank) * sizeof(float));
+    delta_rows(call, x, task);
 }
 
 /* Add the sums by column of all tasks, in their order. */
@@ -486,6 +488,7 @@ static void add_columns(const Call *call) {
     for (int64_t t = 0; t < call->count; t++) {
         const Matrix *x = &call->matrices[call->tasks[t].item];
         const float *sums = call->scratch + call->tasks[t].at;
+        if (x->rank && call->tasks[t].start == 0) memset(x->by_b, 0, (size_t)(x->rank * x->cols) * sizeof(float));
         for (int64_t k = 0; k < SUMS + x->rank; k++, sums += x->cols + PAD) {
             double *by_column = call->by_columns + x->col + (k < SUMS ? k * call->all_columns : 0);
             float *by_b = k < SUMS ? NULL : x->by_b + (k - SUMS) * x->cols;
