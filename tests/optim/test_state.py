@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import pickle
+import pickle
 
 import pytest
 import torch
@@ -268,3 +269,58 @@ def test_states_of_another_rule_are_refused(kinds):
         ValueError, match=r"'(exp_avg|momentum_buffer)' of shape .* in the state of 0\.weight, got none"
     ):
         ours.load_state_dict(theirs.state_dict())
+
+
+def wide():
+    """Many scales: 12 tensors that lie in one."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(40, 40) for _ in range(4)])
+
+
+def steps_of(model, optimizer, count):
+    for step in range(count):
+        optimizer.zero_grad()
+        model(torch.randn(8, 40, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+
+
+def own_copies(optimizer):
+    """As a trainer's `.to`, or a user, puts other tensors in the place of packed ones."""
+    for state in optimizer.state.values():
+        state.update({key: value.clone() for key, value in state.items()})
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [
+        lambda model, optimizer: copy.deepcopy((model, optimizer)),
+        lambda model, optimizer: pickle.loads(pickle.dumps((model, optimizer))),
+        lambda model, optimizer: (model, own_copies(optimizer) or optimizer),
+    ],
+    ids=["deepcopy", "pickle", "own tensors"],
+)
+def test_packed_scales_go_with_their_optimizer(moved):
+    ends = []
+    for change in (False, True):
+        model = wide()
+        optimizer = build(model)
+        steps_of(model, optimizer, 2)
+        model, optimizer = moved(model, optimizer) if change else (model, optimizer)
+        steps_of(model, optimizer, 2)
+        ends.append((model, optimizer.state_dict()))
+    assert_same_bits(ends[0][0], ends[1][0])
+    assert same(ends[0][1], ends[1][1])
+
+
+def test_a_saved_state_has_each_number_once(tmp_path):
+    model = wide()
+    optimizer = build(model)
+    steps_of(model, optimizer, 1)
+    state = optimizer.state_dict()
+    size = sum(t.numel() * t.element_size() for s in state["state"].values() for t in s.values())
+    torch.save(state, tmp_path / "state")
+    one = next(iter(state["state"].values()))
+    assert (tmp_path / "state").stat().st_size < 1.5 * size + 60_000
+    assert len(pickle.dumps(state)) < 1.5 * size + 60_000
+    assert len(pickle.dumps(optimizer)) < 2.0 * size + 60_000  # with the parameters
+    assert len(pickle.dumps(one)) < 1.5 * sum(t.numel() * t.element_size() for t in one.values()) + 10_000

@@ -15,6 +15,7 @@ __all__ = ["ADAMW", "Batch", "FormulaBatch", "Pack", "Rule", "runs"]
 ADAMW = ("exp_avg", "exp_avg_sq")  # its moments
 _CHUNK = {"cpu": 2**18}  # numbers whose raw gradients exist at a time, at least one tensor's: a core's cache
 _CHUNK_OF_DEVICE = 2**25  # with raw weights 256 MB
+_MOST_BATCHES = 16  # of a pack
 
 
 class Rule(NamedTuple):
@@ -63,6 +64,8 @@ class Pack:
             alike.setdefault(steps[i], []).append(i)
         for chosen in map(tuple, alike.values()):
             if chosen not in self.batches:
+                if len(self.batches) == _MOST_BATCHES:  # other parameters have gradients in every step
+                    self.batches.clear()
                 self.batches[chosen] = self.batch(chosen)
             yield self.batches[chosen]
 

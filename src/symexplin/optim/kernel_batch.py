@@ -28,7 +28,7 @@ from symexplin.optim.products import PackedScales, divides
 
 __all__ = ["ClosedPack", "ProductPack"]
 
-_DTYPE, _SHAPE, _LAYOUT = attrgetter("dtype"), attrgetter("shape"), attrgetter("layout")
+_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 
 class _KernelBatch(Batch):
