@@ -57,9 +57,9 @@ typedef struct {
 
 enum { NORM, STEP, PULL, PUSH, PRODUCT }; /* kinds: those of products come after PRODUCT */
 enum { FLOAT, HALF }; /* weights and gradients */
-/* Arrays of a block of the closed form or of a strip of a row fit the first-level cache. AHEAD: entries from what is read
+/* Arrays of a block, entries or a strip of a row, fit the first-level cache. AHEAD: entries from what is read
    to what is fetched into the second-level one. PAD makes the addresses of sums differ modulo 4096. */
-enum { BLOCK = 256, STRIP = 128, BAND = 4, PAD = 48, AHEAD = 2048 };
+enum { BLOCK = 256, BAND = 4, PAD = 48, AHEAD = 2048 };
 const int64_t sel_pad = PAD, sel_call_size = sizeof(Call);
 
 INLINE uint32_t bits_of(float x) { return ((union { float x; uint32_t bits; }){x}).bits; }
@@ -373,9 +373,9 @@ static void norm_row(const Call *call, const Matrix *x, Task task, int64_t index
     const int64_t wide = x->cols + PAD, size = call->half ? 2 : 4;
     const uint32_t signs = signs_of(call);
     Line f = line_of(call, x, call->of_rows, call->of_columns, i);
-    float F[STRIP], E[STRIP], copied[STRIP];
-    for (int64_t from = 0; from < x->cols; from += STRIP, f = shifted(f, STRIP)) {
-        const int64_t count = from + STRIP < x->cols ? STRIP : x->cols - from, at = i * x->cols + from;
+    float F[BLOCK], E[BLOCK], copied[BLOCK];
+    for (int64_t from = 0; from < x->cols; from += BLOCK, f = shifted(f, BLOCK)) {
+        const int64_t count = from + BLOCK < x->cols ? BLOCK : x->cols - from, at = i * x->cols + from;
         const char *grad = (const char *)call->grads[task.item] + at * size;
         const float *w = x->raw + at, *g = call->half ? copied : (const float *)grad;
         Out down = call->scratch + task.at + from;
@@ -392,7 +392,7 @@ static void norm_row(const Call *call, const Matrix *x, Task task, int64_t index
 /* Write the weights of one row's strip, whose raw ones are `w`. */
 static void write_strip(const Call *call, const Matrix *x, Line f, int64_t i, int64_t from, int64_t count, In w) {
     const int64_t at = i * x->cols + from;
-    float copied[STRIP], *v = call->half ? copied : (float *)x->weight + at;
+    float copied[BLOCK], *v = call->half ? copied : (float *)x->weight + at;
     push_strip(count, f, signs_of(call), w, v);
     if (x->rank) add_delta(count, x, i, from, v);
     for (int64_t j = 0; call->half && j < count; j++) ((uint16_t *)x->weight)[at + j] = rounded(v[j]);
@@ -402,9 +402,9 @@ static void update_row(const Call *call, const Matrix *x, Task task, int64_t i) 
     const int64_t size = call->half ? 2 : 4;
     Line f = line_of(call, x, call->of_rows, call->of_columns, i);
     Line n = line_of(call, x, call->new_rows, call->new_columns, i);
-    float F[STRIP], E[STRIP], raw[STRIP], copied[STRIP];
-    for (int64_t from = 0; from < x->cols; from += STRIP, f = shifted(f, STRIP), n = shifted(n, STRIP)) {
-        const int64_t count = from + STRIP < x->cols ? STRIP : x->cols - from, at = i * x->cols + from;
+    float F[BLOCK], E[BLOCK], raw[BLOCK], copied[BLOCK];
+    for (int64_t from = 0; from < x->cols; from += BLOCK, f = shifted(f, BLOCK), n = shifted(n, BLOCK)) {
+        const int64_t count = from + BLOCK < x->cols ? BLOCK : x->cols - from, at = i * x->cols + from;
         const char *grad = (const char *)call->grads[task.item] + at * size;
         float *w = x->raw + at, *m = x->exp_avg + at, *s = x->exp_avg_sq + at;
         const float *g = call->half ? copied : (const float *)grad;
@@ -424,9 +424,9 @@ static void update_row(const Call *call, const Matrix *x, Task task, int64_t i) 
 static void pull_row(const Call *call, const Matrix *x, Task task, int64_t i) {
     Line f = line_of(call, x, call->of_rows, call->of_columns, i);
     Out out = call->scratch + task.at + (i - task.start) * x->cols;
-    float F[STRIP], E[STRIP], g[STRIP];
-    for (int64_t from = 0; from < x->cols; from += STRIP, f = shifted(f, STRIP)) {
-        const int64_t count = from + STRIP < x->cols ? STRIP : x->cols - from, at = i * x->cols + from;
+    float F[BLOCK], E[BLOCK], g[BLOCK];
+    for (int64_t from = 0; from < x->cols; from += BLOCK, f = shifted(f, BLOCK)) {
+        const int64_t count = from + BLOCK < x->cols ? BLOCK : x->cols - from, at = i * x->cols + from;
         copy_in(call->half, call->grads[task.item], at, count, g);
         exponentials(count, f, x->raw + at, F, E);
         pull_strip(count, f, call->step.clip, signs_of(call), x->raw + at, E, g, out + from);
@@ -435,8 +435,8 @@ static void pull_row(const Call *call, const Matrix *x, Task task, int64_t i) {
 
 static void push_row(const Call *call, const Matrix *x, int64_t i) {
     Line f = line_of(call, x, call->of_rows, call->of_columns, i);
-    for (int64_t from = 0; from < x->cols; from += STRIP, f = shifted(f, STRIP)) {
-        const int64_t count = from + STRIP < x->cols ? STRIP : x->cols - from;
+    for (int64_t from = 0; from < x->cols; from += BLOCK, f = shifted(f, BLOCK)) {
+        const int64_t count = from + BLOCK < x->cols ? BLOCK : x->cols - from;
         write_strip(call, x, f, i, from, count, x->raw + i * x->cols + from);
     }
 }
