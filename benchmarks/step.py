@@ -3,6 +3,7 @@
     python benchmarks/step.py                      # the optimizer step: one and two threads, float32 and bfloat16
     python benchmarks/step.py --check              # the same of every variant with a limit: exit code 1 above one
     python benchmarks/step.py --no-kernels         # every preset without compiled kernels
+    python benchmarks/step.py --turns              # steps in which every other layer has gradients
     python benchmarks/step.py --whole 512x6        # forward, backward, clipping and optimizer, and the peak memory
 
 The baseline is `clip_grad_norm_` and torch's fused AdamW; for bfloat16 parameters AdamW over float32 master copies; for
@@ -133,6 +134,22 @@ def measure(case: str, dtype: str, variants: Sequence[str], options: argparse.Na
         yield {"variant": variant, "ratio": ratio, "baseline": baseline, "baseline_ms": unit}
 
 
+def turns(case: str, variant: str, options: argparse.Namespace) -> float:
+    """Return the time of a step in which every other layer has gradients, in units of one in which all have."""
+    model = Matrices(CASES[case], torch.float32, options.device)
+    step, halves = optimizer_step(model, variant), [model.layers[::2], model.layers[1::2]]
+    grads = {parameter: parameter.grad for parameter in model.parameters()}
+
+    def timed(with_grads: Sequence[nn.Module]) -> float:
+        chosen = {parameter for layer in with_grads for parameter in layer.parameters()}
+        for parameter, grad in grads.items():
+            parameter.grad = grad if parameter in chosen else None
+        return seconds(step)
+
+    times = [(timed(model.layers), timed(halves[0]), timed(halves[1])) for _ in range(options.rounds + 3)][3:]
+    return statistics.median((first + second) / (2 * whole) for whole, first, second in times)
+
+
 def table(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Print and yield the ratios of the chosen cases, with limits where kernels run on one thread of a CPU."""
     usual = tuple(PRESETS) if options.no_kernels else ("default", "paper")
@@ -256,6 +273,7 @@ def parse() -> argparse.Namespace:
     add("--threads", nargs="+", type=int, default=[1, 2])
     add("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     add("--rounds", type=int, default=30)
+    add("--turns", action="store_true", help="time steps in which every other layer has gradients")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--whole", nargs="+", metavar="WIDTHxDEPTH", help="time the whole training step of models of these sizes")
     add("--tokens", type=int, default=8192, help="of a whole step, a multiple of the context")
@@ -285,6 +303,12 @@ def main() -> None:
             for size in options.whole:
                 for dtype in options.dtypes:
                     whole(size, dtype, options)
+            return
+        if options.turns:
+            torch.set_num_threads(options.threads[0])
+            for case in options.cases:
+                for variant in options.variants or ("default", "paper", "paper+offset"):
+                    print(f"{case:7} {variant:17} {turns(case, variant, options):.2f} x a step with all gradients")
             return
         rows = list(table(options))
         if not options.check and not options.no_kernels:
