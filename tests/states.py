@@ -47,7 +47,7 @@ STATES = {
 }
 # What copies meet at once. A state that hides what another shows stands apart from it.
 _TOGETHER = (("bfloat16", "meta", "medium"), ("float64", "deterministic", "threads"), ("inference", "autocast"))
-_OUTSIDE = tuple(f"symexplin.{name}" for name in ("__main__", "cli", "experiments", "hf", "lab"))
+_OUTSIDE = tuple(f"symexplin.{name}" for name in ("__main__", "cli", "experiments", "lab"))
 _SPECIAL = ("__init__", "__repr__", "__setstate__")  # methods that enter the state besides the public ones
 _USUAL_ONLY = ("usual_state", "slow", "distributed", "gpu")  # marks of tests that are not copied
 _TESTS = str(Path(__file__).parent)

@@ -169,6 +169,21 @@ def test_changes_between_steps_are_followed_as_by_a_new_optimizer(change, config
     assert called
 
 
+def test_scales_edited_through_data_are_read_again_when_asked():
+    ends = []
+    for through_data in (False, True):
+        model, optimizer = steps(2, CONFIGS["paper"])
+        scale = optimizer.state[model.last.weight]["e_row"]
+        if through_data:
+            scale.data = scale * 2.0
+        else:
+            scale.mul_(2.0)
+        optimizer.take_over_writes()
+        optimizer.step()
+        ends.append(model)
+    assert distance(*ends) == 0.0
+
+
 class Ordinary(sel.SELAdamW):
     """AdamW as any rule takes part in a step: through leaves."""
 

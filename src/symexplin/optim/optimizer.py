@@ -218,8 +218,8 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     def take_over_writes(self) -> None:
         """Adopt all writes from outside since the last step into stored raw weights, also those through `.data`.
 
-        Every step adopts the writes that change a parameter's `_version` or address. This method compares every entry.
-        Maps without a stored raw weight, such as the default, never need it.
+        Every step adopts the writes that change a parameter's `_version` or address. This method compares every entry,
+        and reads the scales of the state again. Maps without a stored raw weight, such as the default, never need it.
 
         >>> import symexplin as sel
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4))
@@ -231,6 +231,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         entries = list(self.entries())
         self._writes.adopt(entries, compare_all=True)
         self._writes.remember(entries)
+        self._batches = Batches([], Rule(self.moment_names, self._is_adamw()))
 
     # ---- groups, copies and saved states ----
 
