@@ -154,12 +154,6 @@ class Entry:
             grad = grad.redistribute(placements=self.shard.spec)  # type: ignore[attr-defined]
         return in_format_of(self.value, local(grad))
 
-    def slope(self) -> Tensor:
-        """Return d weight / d raw weight at every entry; it is 1 for a plain parameter."""
-        if self.closed is not None:
-            return self.closed.slope(self.weight())
-        return self.curved_map().slope() if self.curved else torch.ones_like(self.value, dtype=self.dtype)
-
     def weight_leaf(self, moments: Moments, value: Tensor, grad: Tensor, step: float) -> Leaf:
         """Return the raw weight or plain parameter for a rule, in its update number `step`."""
         return Leaf(
