@@ -86,7 +86,8 @@ class Scale:
         k: the scale's learning rate in units of `base_lr`: a number, or (k0, k1) to anneal it as in section 4.5.
         base_lr: the learning rate that `k` multiplies. The paper uses k with 3e-4, and the product k * 3e-4 carries
             over to other learning rates of the weights, so this is the default. 1 makes `k` the learning rate itself.
-            None multiplies the learning rate of the weights.
+            None multiplies the learning rate of the weights: k = 50 with 3e-3 is a rate of 0.15, at which the scales
+            of our run were chaotic (results/log.md, 2026-11-21).
         rank: rank of "lora".
 
     Raises:
