@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-QUERIES_AND_KEYS = ("q_proj", "k_proj", "q", "k", "query", "key", "wq", "wk", "c_q", "c_k")
-FUSED = ("qkv", "qkv_proj", "c_attn", "query_key_value", "Wqkv", "in_proj_weight")
+QUERIES_AND_KEYS = ("q_proj", "k_proj", "q", "k", "query", "key", "wq", "wk", "to_q", "to_k", "c_q", "c_k")
+FUSED = ("kv", "query_key_value", "c_attn", "in_proj_weight")  # in the names of weights that several of them share
 
 
 @torch.no_grad()
@@ -32,22 +32,18 @@ def qk_bias_groups(
     Vectors have no weight decay.
 
     Raises:
-        ValueError: no layer has one of these `names`, or one projection has queries, keys and values.
+        ValueError: no layer has one of these `names`, or queries, keys or values share a weight, which has one rate.
     """
-    rates: dict[int, float] = {}
-    for name, module in model.named_modules():
-        last = name.rpartition(".")[2]
-        if last in FUSED or "in_proj_weight" in module._parameters:
-            raise ValueError(
-                f"model must have projections for queries and for keys alone, got {name}: one weight, one rate"
-            )
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            rates[id(module.bias)] = 5.0 * lr
-        if isinstance(module, nn.Linear) and last in names:
-            module.weight.mul_(factor)
-            rates[id(module.weight)] = factor * lr
-    if not any(rate == factor * lr for rate in rates.values()):
+    for name, _ in model.named_parameters():
+        if any(part in name.removesuffix(".weight").rpartition(".")[2].lower() for part in FUSED):
+            raise ValueError(f"model must have projections for queries and for keys alone, got {name}")
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    small = [layer.weight for name, layer in layers.items() if name.rpartition(".")[2] in names]
+    if not small:
         raise ValueError(f"model must have linear layers called {' or '.join(names)}")
+    for weight in small:
+        weight.mul_(factor)
+    rates = {id(layer.bias): 5.0 * lr for layer in layers.values()} | {id(weight): factor * lr for weight in small}
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         decay = weight_decay if parameter.dim() > 1 else 0.0

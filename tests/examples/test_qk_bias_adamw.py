@@ -1,5 +1,7 @@
-"""QK-bias AdamW to copy: what is scaled, which rate each parameter has, and what is refused."""
+"""QK-bias AdamW to copy: the laboratory's, which the results are of, and what is refused."""
 
+import copy
+import dataclasses
 import runpy
 from pathlib import Path
 
@@ -8,36 +10,68 @@ import torch
 from torch import nn
 
 from scripts import load
+from symexplin.lab.build import build
+from symexplin.lab.config import ComputeConfig, ModelConfig, RunConfig, TrainConfig
+from symexplin.lab.maps import CurveConfig
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "qk_bias_adamw.py"
-example = load(EXAMPLE)
+groups = load(EXAMPLE).qk_bias_groups
+
+MODEL = ModelConfig(width=16, depth=2, heads=2, context=8)
+FACTORS = {"*.q.weight": 0.05, "*.k.weight": 0.05, "*bias": 5.0}  # of QK-bias AdamW in results/width-1024.toml
 
 
-def test_queries_and_keys_start_small_and_slow_and_biases_are_fast():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(5, 8), example.Attention(8), nn.Linear(8, 5))
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    groups = example.qk_bias_groups(model, lr=0.1, weight_decay=0.3)
-    rates = {id(p): (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
-    assert len(rates) == sum(len(group["params"]) for group in groups) == len(before)
-    for name, p in model.named_parameters():
-        is_small = name in ("1.q_proj.weight", "1.k_proj.weight")
-        assert torch.equal(p, before[name] * 0.05 if is_small else before[name])
-        rate = 0.005 if is_small else 0.5 if name.endswith("bias") else 0.1
-        assert rates[id(p)] == (pytest.approx(rate), 0.3 if p.dim() > 1 else 0.0)
+def of_laboratory(qk_gain, lr_factors):
+    model, train = dataclasses.replace(MODEL, qk_gain=qk_gain), TrainConfig(lr=0.5, lr_factors=lr_factors)
+    return build(RunConfig("data", model, train, CurveConfig(home="none"), ComputeConfig()))[:2]
+
+
+def rates(model, param_groups):
+    lrs = {id(p): group["lr"] for group in param_groups for p in group["params"]}
+    return {name: lrs[id(p)] for name, p in model.named_parameters()}
+
+
+def test_it_starts_and_trains_at_the_rates_of_the_laboratory():
+    model, _ = of_laboratory(1.0, {})
+    theirs, reference = of_laboratory(0.05, FACTORS)
+    found = groups(model, lr=0.5)
+    for p, q in zip(model.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+    assert rates(model, found) == pytest.approx(rates(theirs, reference.param_groups))
+
+
+def test_factor_decay_and_names_are_what_one_says():
+    """Also in a model without biases."""
+    model = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in ("mine", "q_proj")} | {"q": nn.LayerNorm(4)})
+    before = copy.deepcopy(model)
+    found = groups(model, 0.5, weight_decay=0.125, factor=0.25, names=("mine",))
+    torch.testing.assert_close(model["mine"].weight, 0.25 * before["mine"].weight)
+    assert torch.equal(model["q_proj"].weight, before["q_proj"].weight)
+    assert rates(model, found) == {"mine.weight": 0.125, "q_proj.weight": 0.5, "q.weight": 0.5, "q.bias": 0.5}
+    assert {p.dim(): group["weight_decay"] for group in found for p in group["params"]} == {2: 0.125, 1: 0.0}
+    torch.optim.AdamW(found)
 
 
 @pytest.mark.parametrize(
-    ("layer", "message"),
+    ("layers", "name"),
     [
-        (nn.MultiheadAttention(8, 2), "queries and for keys alone, got attn"),
-        (nn.ModuleDict({"qkv": nn.Linear(8, 24)}), "queries and for keys alone, got attn.qkv"),
-        (nn.Linear(8, 8), "linear layers called q_proj"),
+        ({"c_attn": nn.Linear(4, 12)}, r"1\.c_attn\.weight$"),
+        ({"Wqkv": nn.Linear(4, 12)}, r"1\.Wqkv\.weight$"),
+        ({"q_proj": nn.Linear(4, 4), "kv_proj": nn.Linear(4, 8)}, r"1\.kv_proj\.weight$"),
+        ({"attention": nn.MultiheadAttention(4, 2)}, r"1\.attention\.in_proj_weight$"),
     ],
 )
-def test_what_has_no_rate_of_its_own_is_refused(layer, message):
-    with pytest.raises(ValueError, match=message):
-        example.qk_bias_groups(nn.ModuleDict({"attn": layer}), lr=0.1)
+def test_a_shared_weight_is_refused_by_name_and_nothing_has_changed(layers, name):
+    model = nn.Sequential(nn.ModuleDict({"q": nn.Linear(4, 4), "k": nn.Linear(4, 4)}), nn.ModuleDict(layers))
+    before = copy.deepcopy(model)
+    with pytest.raises(ValueError, match=f"model .*alone, got {name}"):
+        groups(model, lr=0.5)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
+
+
+def test_a_model_without_such_layers_is_refused():
+    with pytest.raises(ValueError, match="linear layers called q_proj"):
+        groups(nn.Linear(8, 8), lr=0.1)
 
 
 def test_the_demo_learns(capsys):
