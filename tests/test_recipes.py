@@ -1,4 +1,4 @@
-"""The recipes for Lightning and timm, as their page has them: what a plain loop computes, and timm's own rates."""
+"""The recipes as their pages have them: a switch of optimizers, what a plain loop computes, and timm's own rates."""
 
 import copy
 import sys
@@ -14,15 +14,48 @@ from torch import nn
 import forked
 import symexplin as sel
 from fenced import blocks
-from training import PAPER, assert_same_bits, batch, network
+from training import PAPER, assert_same_bits, backward, batch, network
 
-LIGHTNING, TIMM = blocks(Path(__file__).parents[1] / "docs" / "how-to" / "lightning-and-timm.md", "python")
+PAGES = Path(__file__).parents[1] / "docs" / "how-to"
+LIGHTNING, TIMM = blocks(PAGES / "lightning-and-timm.md", "python")
+TO_SEL, TO_ADAMW, SCHEDULE = (
+    source for source in blocks(PAGES / "loop.md", "python") if source.startswith(("optimizer =", "schedule ="))
+)
 
 
 def recipe(source, **names):
     """Return the names that a recipe leaves."""
-    exec(compile(source, "lightning-and-timm.md", "exec"), names)
+    exec(compile(source, "recipe", "exec"), names)
     return names
+
+
+# --- a switch of optimizers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("first", "second"), [(TO_ADAMW, TO_SEL), (TO_SEL, TO_ADAMW)], ids=["to SEL", "to AdamW"])
+def test_a_switch_changes_no_weight_and_training_goes_on_at_the_schedules_rate(first, second):
+    model, losses = network(), []
+
+    def train(optimizer, schedule=None):
+        rates = []
+        for _ in range(20):
+            (rate,) = {group["lr"] for group in optimizer.param_groups}
+            rates.append(rate)
+            losses.append(float(model(batch(0)).detach().square().mean()))
+            optimizer.zero_grad()
+            backward(model, 0)
+            optimizer.step()
+            if schedule:
+                schedule.step()
+        return rates
+
+    train(recipe(first, sel=sel, torch=torch, model=model)["optimizer"])
+    before = copy.deepcopy(model)
+    switched = recipe(second + SCHEDULE, sel=sel, torch=torch, model=model)
+    assert_same_bits(model, before)
+    rates = train(switched["optimizer"], switched["schedule"])
+    assert rates == pytest.approx([3e-4 * (9000 - step) / 10000 for step in range(20)])
+    assert losses == sorted(losses, reverse=True)
 
 
 # --- Lightning -------------------------------------------------------------------------------------------------------
