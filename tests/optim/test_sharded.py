@@ -15,6 +15,7 @@ F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 # Number of processes, how they share the model, and the run. Shards are uneven, and some are empty.
 CASES = [
     *((2, *case) for case in (("ddp", "paper", F64), ("columns", "muon", F64), ("fsdp", "muon layers", F64))),
+    *((3, "fsdp", name, F64) for name in ("paper", "offset")),
     *((4, "fsdp", name, F64) for name in ("default", "absorbed", "layers")),
     *((4, "tensor", name, F64) for name in ("offset", "sums", "default layers", "muon layers")),
     *((4, "columns", "offset", F64), (4, "hsdp", "paper", F64)),
@@ -126,6 +127,7 @@ def said(tmp_path_factory):
     alone(0)
     together(4, 0, 1)  # no move is from two processes to four or to one
     together(2, 0, 1)
+    together(3)
     alone(1)
     return results
 
@@ -147,9 +149,9 @@ def test_a_run_moves_to_another_number_of_processes(said, case):
 
 @pytest.mark.parametrize(("name", "dtype"), GIVEN)
 def test_shards_have_the_bits_of_the_whole(said, name, dtype):
-    """Of steps with the same gradients, on 2 and 4 shards by rows and on 2 x 2 blocks."""
+    """Of steps with the same gradients, on 2, 3 and 4 shards by rows and on 2 x 2 blocks."""
     expected = sharded.given(name, dtype)
-    for shards in ((2, False), (4, False), (4, True)):
+    for shards in ((2, False), (3, False), (4, False), (4, True)):
         for ours, right in zip(said[*shards, name, dtype][0], expected, strict=True):
             assert not differing(ours, right), shards
 

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -320,6 +321,10 @@ def test_a_saved_state_has_each_number_once(tmp_path):
     torch.save(state, tmp_path / "state")
     one = next(iter(state["state"].values()))
     assert (tmp_path / "state").stat().st_size < 1.5 * size + 60_000
+    assert same(torch.load(tmp_path / "state", weights_only=True), state)
+    tensors = {f"{i} {key}": value for i, own in state["state"].items() for key, value in own.items()}
+    save_file(tensors, tmp_path / "tensors")  # refuses tensors that share memory
+    assert all(torch.equal(value, tensors[name]) for name, value in load_file(tmp_path / "tensors").items())
     assert len(pickle.dumps(state)) < 1.5 * size + 60_000
     assert len(pickle.dumps(optimizer)) < 2.0 * size + 60_000  # with the parameters
     assert len(pickle.dumps(one)) < 1.5 * sum(t.numel() * t.element_size() for t in one.values()) + 10_000
