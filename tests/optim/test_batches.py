@@ -169,6 +169,27 @@ def test_changes_between_steps_are_followed_as_by_a_new_optimizer(change, config
     assert called
 
 
+def test_a_rule_that_an_object_gets_takes_over_at_once():
+    called = []
+    _, optimizer = steps(2, CONFIGS["paper"])
+    optimizer.rule_ = lambda leaves, _: called.extend(leaves)
+    optimizer.step()
+    assert called
+
+
+@pytest.mark.parametrize("rate", [100.0, 1e4])
+@pytest.mark.parametrize("config", ["default", "paper"])
+@pytest.mark.parametrize("name", [PATHS[0], PATHS[2]])
+def test_a_weight_that_overflows_is_not_finite(name, config, rate, monkeypatch):
+    with path(name, monkeypatch):
+        model, _ = steps(1, CONFIGS[config], rate=rate, name=name)
+    with path("readable", monkeypatch):
+        expected, _ = steps(1, CONFIGS[config], rate=rate)
+    overflow = ~expected.last.weight.isfinite()
+    assert overflow.any()
+    assert not model.last.weight.cpu()[overflow].isfinite().any()
+
+
 def test_scales_edited_through_data_are_read_again_when_asked():
     ends = []
     for through_data in (False, True):
