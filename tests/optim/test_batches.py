@@ -169,6 +169,18 @@ def test_changes_between_steps_are_followed_as_by_a_new_optimizer(change, config
     assert called
 
 
+@pytest.mark.parametrize("config", ["default", "paper"])
+def test_gradients_in_another_order_of_memory_are_the_same_gradients(config):
+    ends = []
+    for is_turned in (False, True):
+        model, optimizer = steps(2, CONFIGS[config])
+        if is_turned:
+            model.wide.weight.grad = model.wide.weight.grad.T.contiguous().T
+        optimizer.step()
+        ends.append(model)
+    assert distance(*ends) == 0.0
+
+
 def test_a_rule_that_an_object_gets_takes_over_at_once():
     called = []
     _, optimizer = steps(2, CONFIGS["paper"])
