@@ -37,7 +37,7 @@ def plugin(monkeypatch):
 
 @pytest.mark.parametrize("kind", [Trainer, transformers.Trainer])
 def test_the_trainer_gets_the_optimizer_which_clips(plugin, kind, tmp_path):
-    args = recipe.arguments(tmp_path, max_grad_norm=0.5)
+    args = transformers.TrainingArguments(**recipe.arguments(tmp_path, max_grad_norm=0.5))
     run = kind(model=recipe.tiny(), args=args, train_dataset=recipe.rows())
     plugin.post_trainer_create({"optimizer": "adamw_torch_fused"}, run)
     run.train()
@@ -49,7 +49,8 @@ def test_the_trainer_gets_the_optimizer_which_clips(plugin, kind, tmp_path):
 
 
 def test_what_axolotl_would_ignore_is_refused(plugin, tmp_path):
-    run = transformers.Trainer(model=recipe.tiny(), args=recipe.arguments(tmp_path), train_dataset=recipe.rows())
+    args = transformers.TrainingArguments(**recipe.arguments(tmp_path))
+    run = transformers.Trainer(model=recipe.tiny(), args=args, train_dataset=recipe.rows())
     for key, value in (("loraplus_lr_ratio", 16), ("embedding_lr", 1e-4), ("lr_groups", [{"lr": 1e-3}])):
         with pytest.raises(ValueError, match=f"{key} must be left out"):
             plugin.post_trainer_create({key: value}, run)

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer by its recipe: the steps of a plain loop, resumed to the same bits, sharded, in a search."""
+"""The recipe for Hugging Face's Trainer, as its page has it: a plain loop's steps, resumed, sharded, in a search."""
 
 import json
 from pathlib import Path
@@ -11,12 +11,12 @@ pytest.importorskip("accelerate")
 
 import forked  # noqa: E402
 import symexplin as sel  # noqa: E402
+from fenced import blocks  # noqa: E402
 from networks import strong  # noqa: E402
-from scripts import load  # noqa: E402
 from training import assert_same_bits, same  # noqa: E402
 
 CONFIG = strong("paper")
-Steps = load(Path(__file__).parents[2] / "examples" / "hf_trainer.py").Steps
+RECIPE, DECAY, LOGGING = blocks(Path(__file__).parents[2] / "docs" / "how-to" / "trainers.md", "python")[:3]
 
 
 def tiny(dtype=torch.float32):
@@ -32,26 +32,27 @@ def rows(count=64):
 
 
 def arguments(folder, **changes):
-    settings = {
+    return {
         **{"output_dir": str(folder), "max_steps": 6, "per_device_train_batch_size": 4, "learning_rate": 3e-3},
-        **{"weight_decay": 0.1, "max_grad_norm": 0.0, "warmup_steps": 2, "logging_steps": 1, "save_strategy": "no"},
-        **{"report_to": "none", "disable_tqdm": True, "use_cpu": True, "train_sampling_strategy": "sequential"},
+        **{"warmup_steps": 2, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True},
+        **{"use_cpu": True, "train_sampling_strategy": "sequential"},
+        **changes,
     }
-    return transformers.TrainingArguments(**{**settings, **changes})
 
 
-def trainer(args, **more):
-    """The recipe of the page and the example."""
+def trainer(changes, kind=transformers.Trainer, **more):
+    """The page's trainer, with other arguments, and a function of the model if `more` has one."""
 
-    def optimizer(model):
-        rates = {"lr": run.args.learning_rate, "weight_decay": run.args.weight_decay, "no_decay": "vectors"}
-        return sel.SELAdamW(model, **rates, config=CONFIG, max_grad_norm=0.5, total_steps="later")
+    def make(model, **given):
+        return kind(**given | ({} if "model_init" in more else {"model": model}) | more)
 
-    given = {"model": tiny(), "args": args, "train_dataset": rows(), "callbacks": [Steps()]} | more
-    if "model_init" in given:
-        del given["model"]
-    run = transformers.Trainer(**given, optimizer_cls_and_kwargs=(lambda: optimizer, {}))
-    return run
+    names = {
+        **{"sel": sel, "config": CONFIG, "model": tiny(), "data": rows(), "Trainer": make},
+        "TrainingArguments": lambda **given: transformers.TrainingArguments(**given | changes),
+        "TrainerCallback": transformers.TrainerCallback,
+    }
+    exec(RECIPE, names)
+    return names["trainer"]
 
 
 def losses(run):
@@ -64,7 +65,7 @@ def test_the_trainer_takes_the_steps_of_a_plain_loop(tmp_path):
     model, data, expected = tiny(), rows(), []
     undecayed = [name for name, _ in model.named_parameters() if name.endswith("bias") or "norm" in name]
     settings = {"lr": 3e-3, "weight_decay": 0.1, "config": CONFIG, "no_decay": undecayed}
-    optimizer = sel.SELAdamW(model, **settings, total_steps=6, max_grad_norm=0.5)
+    optimizer = sel.SELAdamW(model, **settings, total_steps=6, max_grad_norm=1.0)
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, 2, 6)
     for step in range(6):
         ids = torch.stack([row["input_ids"] for row in data[4 * step : 4 * step + 4]])
@@ -74,14 +75,16 @@ def test_the_trainer_takes_the_steps_of_a_plain_loop(tmp_path):
         schedule.step()
         optimizer.zero_grad()
         expected.append(float(loss.detach()))
-        assert float(optimizer.grad_norm) > 0.5  # it is clipped
+        assert float(optimizer.grad_norm) > 1.0  # it is clipped
     assert losses(run) == pytest.approx(expected, rel=1e-6)
+    norm = float(run.optimizer.optimizer.grad_norm)  # smaller if the Trainer had clipped before
+    assert norm == pytest.approx(float(optimizer.grad_norm), rel=1e-5)
     for (name, ours), right in zip(run.model.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours, right, rtol=1e-6, atol=1e-8, msg=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_broken_off_and_resumed_it_is_the_uninterrupted_run(dtype, tmp_path):
+def test_resumed_from_a_checkpoint_it_is_the_uninterrupted_run(dtype, tmp_path):
     whole = trainer(arguments(tmp_path / "whole"), model=tiny(dtype))
     whole.train()
     saving = {"save_strategy": "steps", "save_steps": 3}
@@ -107,6 +110,13 @@ def test_a_model_of_a_function_trains_alike_each_time(tmp_path):
         assert_same_bits(run.model, expected.model)
 
 
+def test_a_second_run_of_the_same_model_begins_its_annealing_anew(tmp_path):
+    run = trainer(arguments(tmp_path))
+    run.train()
+    run.train()
+    assert "total_steps 6, max_grad_norm 1.0; 6 steps taken" in repr(run.optimizer.optimizer)
+
+
 def test_a_search_over_the_rate_trains_each_trial_at_its_own(tmp_path):
     optuna = pytest.importorskip("optuna")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -128,6 +138,40 @@ def test_a_search_over_the_rate_trains_each_trial_at_its_own(tmp_path):
         alone = trainer(arguments(tmp_path, learning_rate=rate))
         alone.train()
         assert all(torch.equal(weights[name], value) for name, value in alone.model.state_dict().items())
+
+
+def test_names_without_decay_are_those_of_the_trainers_adamw(tmp_path):
+    sizes = {"d_model": 16, "d_ff": 24, "d_kv": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+    names = {
+        "model": model,
+        "trainer": transformers.Trainer(model, transformers.TrainingArguments(tmp_path, weight_decay=0.1)),
+    }
+    exec(DECAY, names)
+    optimizer = sel.SELAdamW(model, weight_decay=0.1, no_decay=names["no_decay"])
+    ours, theirs = (
+        {id(p): group["weight_decay"] > 0.0 for group in groups for p in group["params"]}
+        for groups in (optimizer.param_groups, names["trainer"].create_optimizer().param_groups)
+    )
+    assert ours == theirs
+
+
+def test_a_reporter_gets_the_raw_norm_and_the_statistics(tmp_path, monkeypatch):
+    seen = []
+
+    class Reporter(transformers.TrainerCallback):
+        def on_log(self, args, state, control, logs, **kwargs):  # noqa: ARG002
+            seen.append(dict(logs))
+
+    integrations = transformers.integrations.integration_utils
+    monkeypatch.setitem(integrations.INTEGRATION_TO_CALLBACK, "fake", Reporter)
+    names = {"sel": sel, "Trainer": transformers.Trainer}
+    exec(LOGGING, names)
+    run = trainer(arguments(tmp_path, max_steps=2, report_to=["fake"]), kind=names["LoggingTrainer"])
+    run.train()
+    figures = {"raw_norm": float(run.optimizer.optimizer.grad_norm), **sel.stats(run.model, run.optimizer)}
+    assert seen[1].items() >= figures.items()
+    assert ["raw_norm" in logs for logs in seen] == [True, True, False]  # the last is a summary
 
 
 _SHARDED = """if True:
