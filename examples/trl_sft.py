@@ -62,18 +62,13 @@ def main() -> None:
         bf16=False,
         use_cpu=options.cpu,
     )
-    settings = {
-        "lr": args.learning_rate,
-        "weight_decay": args.weight_decay,
-        "no_decay": "vectors",
-        "max_grad_norm": 1.0,
-    }
+    rates = {"lr": args.learning_rate, "weight_decay": args.weight_decay, "no_decay": "vectors"}
     trainer = SFTTrainer(
         model=model,
         args=args,
         train_dataset=Dataset.from_list(sums),
         processing_class=tokenizer,
-        optimizer_cls_and_kwargs=(lambda: sel.SELAdamW, {**settings, "max_grad_norm": 1.0}),
+        optimizer_cls_and_kwargs=(lambda: sel.SELAdamW, {**rates, "max_grad_norm": 1.0}),
     )
     trainer.train(resume_from_checkpoint=options.resume)
     trainer.save_model()
