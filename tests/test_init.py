@@ -50,6 +50,17 @@ def test_xavier_draws_come_from_the_generator_and_plain_parameters_stay(name):
     assert not torch.equal(torch.random.get_rng_state(), state)
 
 
+def test_what_is_excluded_keeps_its_values():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    sel.init_(model, PAPER, exclude=["1.*", "0.bias"])
+    assert [torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)] == [False, True, True, True]
+    with pytest.raises(ValueError, match=r"exclude pattern '2\.\*' matches no parameter"):
+        sel.init_(model, PAPER, exclude=("2.*",))
+    with pytest.raises(ValueError, match=r"exclude must be a sequence of name patterns, got '1\.\*'"):
+        sel.init_(model, PAPER, exclude="1.*")
+
+
 def test_each_expert_is_drawn_as_a_matrix_of_its_own():
     model = Experts(64, 96)
     sel.init_(model, sel.SELConfig())

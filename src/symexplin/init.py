@@ -1,6 +1,8 @@
 """The paper's initialization of a plain model, before training (section 4.3)."""
 
 import dataclasses
+import fnmatch
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +13,17 @@ from symexplin.curve import Curved, Map
 from symexplin.routes import check_values, routing
 from symexplin.transform import compute_dtype
 
-__all__ = ["init_"]
+__all__ = ["init_", "matching"]
 
 
 @torch.no_grad()
 def init_(
-    model: nn.Module, config: SELConfig, *, xavier: bool = True, generator: torch.Generator | None = None
+    model: nn.Module,
+    config: SELConfig,
+    *,
+    xavier: bool = True,
+    exclude: Sequence[str] = (),
+    generator: torch.Generator | None = None,
 ) -> nn.Module:
     """Initialize the curved parameters of a plain `model` as the paper does, in place, and return it (section 4.3).
 
@@ -42,11 +49,13 @@ def init_(
         model: a plain model; what :func:`symexplin.routing` leaves plain does not change.
         config: the map.
         xavier: replace the weights. False: start from the current ones.
+        exclude: name patterns of curved parameters that keep their values, such as ``("*.o.*", "*.down.*")``.
         generator: random generator of the initialization. None: torch's global one.
 
     Raises:
-        ValueError: nothing to curve; a frozen layer, as beside LoRA's factors; weights that are on the device
-            "meta", not finite or out of the map's reach. The message names the parameter.
+        ValueError: nothing to curve; a pattern that matches no curved parameter; a frozen layer, as beside LoRA's
+            factors; weights that are on the device "meta", not finite or out of the map's reach. The message names the
+            parameter.
 
     >>> config = SELConfig(beta=7.5, mode="mismatch")
     >>> layer = init_(nn.Linear(8, 8), config, generator=torch.Generator().manual_seed(0))
@@ -60,7 +69,10 @@ def init_(
     if frozen := [route.name for route in table if route.axes and not route.curved]:
         raise ValueError(f"model must be new, to train from scratch, but its parameter {frozen[0]} is frozen")
     check_values(table)
+    kept = matching("exclude", exclude, [route.name for route in table.curved])
     for route in table.curved:
+        if route.name in kept:
+            continue
         if xavier and route.is_weight:
             for weight in route.parameter if "e" in route.axes else [route.parameter]:
                 nn.init.xavier_uniform_(weight, generator=generator)
@@ -68,6 +80,23 @@ def init_(
             with naming(route.name):
                 route.parameter.copy_(_mismatched(route.parameter, route.map(table.config)))
     return model
+
+
+def matching(argument: str, patterns: Sequence[str], names: Iterable[str]) -> set[str]:
+    """Return the names that match a pattern (fnmatch); raise ValueError for a pattern that matches none.
+
+    >>> matching("exclude", ["*.o.*"], ["0.q.weight", "0.o.weight"])
+    {'0.o.weight'}
+    """
+    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f"{argument} must be a sequence of name patterns, got {patterns!r}")
+    names, found = list(names), set[str]()
+    for pattern in patterns:
+        matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        if not matched:
+            raise ValueError(f"{argument} pattern {pattern!r} matches no parameter")
+        found.update(matched)
+    return found
 
 
 def _mismatched(target: Tensor, spec: Map) -> Tensor:
