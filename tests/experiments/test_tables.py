@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ import symexplin as sel
 from symexplin.experiments.figures import FIGURES
 from symexplin.experiments.tables import SCALES, load_table, names, read_table
 from symexplin.lab.build import build
+from symexplin.lab.config import ComputeConfig, resolve
 from symexplin.lab.files import write_json
 from symexplin.lab.maps import map_of
+from symexplin.lab.settings import load_toml, to_table
 
 # Tables 1 and 2: width x depth -> beta, the better variant's difference to AdamW as printed.
 GRID = {
@@ -104,7 +107,11 @@ def test_the_grid_is_the_papers():
             if claim.measure != "final":
                 assert (claim.variant == better) == (panel.name in claim.panels)
         model, train = run.model, run.train
-        assert (model.head_dim, model.context, model.bias, model.init) == (64, 1024, True, "xavier_uniform")
+        assert (model.context, model.bias, model.qkv_bias, model.init) == (1024, True, True, "xavier_uniform")
+        assert model.hidden == {1024: 2752, 2048: 5440, 3072: 8192}[model.width]  # the nearest multiple of 64
+        # Where the paper is silent, its author's harness speaks, and --plan says so.
+        assert (model.head_dim, model.embedding_std, model.norm_eps) == (128, "width^-0.5", "dtype")
+        assert (model.input_projection, model.head_bias, run.decays) == (True, True, "matrices")
         assert (train.betas, train.weight_decay, train.max_grad_norm) == ((0.9, 0.999), 0.01, 1.0)
         assert (train.warmup_steps, run.compute.autocast, run.compute.compile) == (250, "on", True)
     for variant, preset in (("mismatch", "paper"), ("mismatch+offset", "paper+offset")):
@@ -150,6 +157,44 @@ def test_the_tables_vary_what_they_say():
     inits = {variant: run.model.init for variant, run in runs(loaded("xavier", "mini").panels[0]).items()}
     normal = [variant for variant, init in inits.items() if init == "xavier_normal"]
     assert normal == ["AdamW-normal", "mismatch-normal"]
+
+
+@every_table
+def test_what_the_authors_harness_says_has_its_reason_in_the_plan(name):
+    said = loaded(name, "paper").assumptions
+    silent = {
+        f"model.{key}" for key in ("harness", "input_projection", "head_bias", "embedding_std", "norm_eps", "heads")
+    }
+    for key in (*silent, "train.decay"):
+        assert "author's harness" in said[key] or "harness of its author" in said[key]
+    for scale in ("mini", "h200"):
+        assert {panel.config.model.harness for panel in loaded(name, scale).panels} == {"own"}
+
+
+RESULTS = sorted((Path(__file__).parents[2] / "results").glob("*.toml"))
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
+def test_a_table_of_results_says_the_start_of_every_variant(file):
+    assert {name for name, variant in load_toml(file)["variant"].items() if "start" not in variant} == {
+        name for name, variant in load_toml(file)["variant"].items() if variant.get("home") == "none"
+    }
+
+
+@pytest.mark.parametrize("name", [*sorted(OF_THE_PAPER | BEYOND), *map(str, RESULTS)])
+def test_no_two_variants_of_a_table_train_alike(name):
+    for scale in SCALES:
+        if scale == "paper" and name.endswith(".toml"):
+            continue
+        variants = list(load_table(name, scale).labels)
+        every = load_table(name, scale, changes={"compare": {"variants": variants}})
+        for panel in every.panels:
+            alike = {}
+            for variant, run in runs(panel).items():
+                table = to_table(resolve(dataclasses.replace(run, compute=ComputeConfig()), 256))
+                del table["sel"]["preset"]  # a name; the map that it means is beside it
+                alike.setdefault(repr(table), []).append(variant)
+            assert [names for names in alike.values() if len(names) > 1] == [], panel.name
 
 
 def test_every_variant_in_miniature_takes_a_step():

@@ -41,25 +41,73 @@ def test_gradients_have_memory_of_their_own_where_graphs_reuse_theirs(compiled, 
 
 
 @pytest.mark.parametrize("curve", [{"home": "none"}, {"preset": "paper"}, {"preset": "paper", "home": "module"}])
-@pytest.mark.parametrize("decay_plain", [True, False])
+@pytest.mark.parametrize("decay", ["all", "linears", "matrices"])
 @pytest.mark.parametrize("norm", ["rms", "layer"])
-def test_decay_may_be_kept_from_what_is_not_in_the_linears_of_blocks(curve, decay_plain, norm):
+def test_what_decays_is_said(curve, decay, norm):
     """With gradients of 0 nothing but decay moves a weight: at lr 0.1 and decay 0.5 by 5% a step."""
-    train = TrainConfig(steps=10, lr=0.1, weight_decay=0.5, decay_plain=decay_plain)
+    train = TrainConfig(steps=10, lr=0.1, weight_decay=0.5, decay=decay)
     settings = config(train, **curve)
     model, built, _ = build(dataclasses.replace(settings, model=dataclasses.replace(TINY, norm=norm)))
     named = dict(model.named_parameters())
+    raw = "raw_" if curve.get("home") == "module" else ""
+    with torch.no_grad():
+        for name in ("up", "down"):
+            named[f"blocks.0.ffn.{name}.{raw}bias"].fill_(0.1)
     before = {name: parameter.detach().clone() for name, parameter in named.items()}
     for parameter in named.values():
         parameter.grad = torch.zeros_like(parameter)
     built.step()
     norms = "norm.weight", "blocks.0.ffn_norm.weight", "blocks.0.attention.q_norm.weight"
     for name in ("embedding.weight", "head.weight", *norms):
-        factor = 0.95 if decay_plain else 1.0
+        factor = 0.95 if decay == "all" or (decay == "matrices" and name == "head.weight") else 1.0
         torch.testing.assert_close(named[name], factor * before[name], rtol=1e-6, atol=0)
-    raw = "raw_" if curve.get("home") == "module" else ""
+    bias = f"blocks.0.ffn.up.{raw}bias"
+    assert torch.allclose(named[bias], before[bias], rtol=1e-6) == (decay == "matrices")
     for name in (f"blocks.0.ffn.up.{raw}weight", f"blocks.0.attention.q.{raw}weight"):
         assert (named[name].abs() < 0.999 * before[name].abs()).all()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("curve", [{"home": "none"}, {"preset": "paper"}, {"home": "module", "preset": "paper"}])
+def test_frozen_parameters_keep_their_first_values_and_are_not_curved(curve, compiled):
+    """Also with CUDA graphs' gradients of 0, which would decay."""
+    start = {"start": "mismatched"} if "preset" in curve else {}
+    compute = ComputeConfig(compile=compiled, compile_mode="reduce-overhead")
+    train = dataclasses.replace(TRAIN, frozen=("blocks.*.bias", "head.weight"), accumulation=2)
+    settings = config(train, compute, **curve, **start)
+    free = build(dataclasses.replace(settings, train=dataclasses.replace(train, frozen=()))).model
+    model, optimizer, _ = build(settings)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for name, parameter in free.named_parameters():  # frozen after the start: it is that of the whole model
+        assert torch.equal(before.get(name, parameter), parameter)
+    tokens = torch.randint(256, (4, 8), generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        clear_gradients((p for group in optimizer.param_groups for p in group["params"]), settings)
+        model(tokens, tokens.roll(1)).backward()
+        optimizer.step()
+    frozen = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
+    raw = "raw_" if curve.get("home") == "module" else ""
+    biases = {f"blocks.0.attention.{name}.{raw}bias" for name in "qkvo"}
+    biases |= {f"blocks.0.ffn.{name}.{raw}bias" for name in ("gate", "up", "down")}
+    assert frozen == {*biases, "head.weight"}
+    assert not any(model.get_parameter(name).any() for name in biases)
+    with pytest.raises(ValueError, match=r"frozen pattern '\*\.nothing' matches no parameter"):
+        build(config(dataclasses.replace(TRAIN, frozen=("*.nothing",)), **curve))
+
+
+@pytest.mark.parametrize("home", ["optimizer", "module"])
+def test_the_start_leaves_out_what_it_says(home):
+    left = ("*.o.*", "*.down.*")
+    start = {"preset": "paper", "home": home, "start": "mismatched"}
+    found = sel.fold(build(config(start_exclude=left, **start)).model).state_dict()
+    whole, plain = (sel.fold(build(config(**start | more)).model) for more in ({}, {"start": "matched"}))
+    for name, weight in found.items():
+        wanted = (plain if ".o." in name or ".down." in name else whole).state_dict()[name]
+        torch.testing.assert_close(weight, wanted, rtol=1e-5, atol=1e-7)
+    for name in ("blocks.0.attention.o.weight", "blocks.0.ffn.up.weight"):
+        assert not torch.allclose(whole.state_dict()[name], plain.state_dict()[name], rtol=0.05)
+    with pytest.raises(ValueError, match=r"exclude pattern '\*\.nothing' matches no parameter"):
+        build(config(start_exclude=("*.nothing",), **start))
 
 
 @pytest.mark.parametrize("curve", [{"home": "none"}, {"preset": "paper"}, {"home": "module", "preset": "paper"}])

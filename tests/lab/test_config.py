@@ -10,7 +10,15 @@ from symexplin.lab.settings import from_table, to_table
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: ModelConfig(width=20, heads=4), r"width must be a multiple of 2 \* heads = 8, got 20"),
+        (lambda: ModelConfig(width=20, heads=4), "width must be heads of an even size, got 20 with 4 of size 5"),
+        (lambda: ModelConfig(width=22, heads=4), "width must be heads of an even size, got 22 with 4 of size 5"),
+        (lambda: ModelConfig(heads=4, head_dim=64), "width must be heads of an even size, got 128 with 4 of size 64"),
+        (lambda: ModelConfig(width=64, harness="author"), "width must be heads .* got 64 with 1 of size 128"),
+        (lambda: ModelConfig(heads=0), "heads must be a whole number"),
+        (lambda: ModelConfig(harness="his"), "harness must be one of 'own', 'author', got 'his'"),
+        (lambda: ModelConfig(embedding_std="width"), r"embedding_std must be .*'width\^-0.5', got 'width'"),
+        (lambda: TrainConfig(decay="none"), "decay must be one of 'all', 'linears', 'matrices', got 'none'"),
+        (lambda: CurveConfig(preset="paper", start_exclude=("*",)), "start_exclude must be left out unless start is"),
         (lambda: ComputeConfig(threads=1025), "threads must be a whole number <= 1024, got 1025"),
         (lambda: LogConfig(keep=0), "keep must be"),
         (lambda: TrainConfig(accumulation=3), "accumulation must divide batch_size = 16, got 3"),
@@ -28,6 +36,34 @@ from symexplin.lab.settings import from_table, to_table
 def test_what_does_not_go_together_is_named(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+AUTHOR = {
+    **{"input_projection": True, "qkv_bias": False, "head_bias": True, "embedding_std": "width^-0.5"},
+    **{"hidden_rounding": "up", "norm_eps": "dtype", "heads": 4, "head_dim": 128},
+}
+
+
+def test_a_harness_says_what_the_keys_leave_open():
+    """SAMVariants of 2026-06-05: transformer.py (at width 1024: 8 heads), and train_gpt.py for what decays."""
+    model = ModelConfig(width=512, harness="author")
+    assert {key: getattr(model, key) for key in AUTHOR} == AUTHOR
+    assert (ModelConfig(width=1024, harness="author").heads, model.embedding_deviation) == (8, 512**-0.5)
+    own = dict(zip(AUTHOR, (False, True, False, 0.02, "nearest", 1e-6, 4, 128), strict=True))
+    assert {key: getattr(ModelConfig(width=512), key) for key in own} == own
+    given = own | {"heads": 8, "head_dim": 64}
+    found = ModelConfig(width=512, harness="author", **given)
+    assert {key: getattr(found, key) for key in given} == given
+    assert ModelConfig(width=512, head_dim=64).heads == 8
+    decays = [RunConfig("d", ModelConfig(harness=name)).decays for name in ("own", "author")]
+    assert decays == ["all", "matrices"]
+    run = RunConfig("d", ModelConfig(harness="author"), TrainConfig(decay="linears"))
+    assert (run.decays, resolve(run, 256).train.decay) == ("linears", "linears")
+    assert resolve(RunConfig("d", ModelConfig(harness="author")), 256).train.decay == "matrices"
+    # 8/3 of 512 is 1365.3, of 1024 2730.7 and of 384 exactly 1024.
+    assert [ModelConfig(width=w, hidden_rounding=r).hidden for w in (512, 1024, 384) for r in ("nearest", "up")] == [
+        *(1344, 1408, 2752, 2752, 1024, 1024)
+    ]
 
 
 def test_resolving_says_everything_and_twice_the_same():

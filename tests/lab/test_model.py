@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+import symexplin as sel
 from networks import moved
 from symexplin.lab.model import ModelConfig, Transformer, attention, chunked_loss, cross_entropy, rope_tables
 
@@ -20,8 +21,8 @@ def tokens_of(config, rows=3, seed=1):
     return torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def rms_norm(x, weight):
-    return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6)
+def rms_norm(x, weight, eps=1e-6):
+    return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
 
 
 def layer_norm(x, weight):
@@ -86,6 +87,49 @@ def test_model_is_the_formula(name, norm):
         x = x + linear(gelu * linear(h, f"{block}.ffn.up"), f"{block}.ffn.down")
     logits = norm(x, weights["norm.weight"]) @ weights["head.weight"].T
     torch.testing.assert_close(model(tokens), logits, rtol=1e-11, atol=1e-11)
+
+
+AUTHOR = ModelConfig(width=16, depth=2, heads=2, vocab_size=11, context=12, harness="author")
+
+
+def test_the_authors_model_is_ours_between_a_projection_and_a_head_with_a_bias():
+    """Without biases on queries, keys and values, and with float64's rounding as eps."""
+    model = moved(build(AUTHOR))
+    weights = dict(model.named_parameters())
+    tokens = tokens_of(TINY)
+    eps = torch.finfo(torch.float64).eps
+    x = weights["embedding.weight"][tokens]
+    x = rms_norm(x, weights["input.norm.weight"], eps) @ weights["input.weight"].T + weights["input.bias"]
+    for block in model.blocks:
+        x = block(x, model.cos, model.sin, model.mask)
+    logits = rms_norm(x, weights["norm.weight"], eps) @ weights["head.weight"].T + weights["head.bias"]
+    torch.testing.assert_close(model(tokens), logits, rtol=1e-11, atol=1e-11)
+    expected = -logits.log_softmax(-1).gather(-1, tokens[..., None]).mean()
+    assert model(tokens, tokens).item() == pytest.approx(expected.item(), rel=1e-12)
+    model.loss_chunk = 5
+    assert model(tokens, tokens).item() == pytest.approx(expected.item(), rel=1e-12)
+    hidden, d, v, depth = 64, TINY.width, TINY.vocab_size, TINY.depth
+    attention = 4 * d * d + d + TINY.head_dim * 2
+    block = attention + 2 * (d * hidden + hidden) + hidden * d + d + 2 * d
+    assert sum(p.numel() for p in weights.values()) == v * d + d + d * d + d + depth * block + d + d * v + v
+    assert {m.eps for m in model.modules() if isinstance(m, torch.nn.RMSNorm)} == {None}
+    assert {
+        name for name, p in weights.items() if p.dim() == 1 and not Transformer(AUTHOR).get_parameter(name).any()
+    } == {
+        *("input.bias", "head.bias"),
+        *(f"blocks.{i}.{name}.bias" for i in range(2) for name in ("attention.o", "ffn.gate", "ffn.up", "ffn.down")),
+    }
+    curved = {route.name.split(".")[0] for route in sel.routing(model).curved}
+    assert curved == {"blocks"}
+
+
+def test_the_authors_start_is_drawn_in_order():
+    generator = torch.Generator().manual_seed(5)
+    weights = Transformer(AUTHOR, torch.Generator().manual_seed(5)).state_dict()
+    d, v = TINY.width, TINY.vocab_size
+    assert torch.equal(weights["embedding.weight"], torch.empty(v, d).normal_(0, d**-0.5, generator=generator))
+    bound = math.sqrt(3 / d)
+    assert torch.equal(weights["input.weight"], torch.empty(d, d).uniform_(-bound, bound, generator=generator))
 
 
 def test_a_fused_projection_is_both_halves_of_geglu():
@@ -159,18 +203,21 @@ def drawn(dtype=torch.float64):
     return x.requires_grad_(), weight.requires_grad_(), targets
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("chunk", [1, 4, 11, 50])
-def test_chunks_give_the_loss_and_the_gradients_of_all_at_once(chunk):
+def test_chunks_give_the_loss_and_the_gradients_of_all_at_once(chunk, has_bias):
     x, weight, targets = drawn()
+    bias = torch.linspace(-1, 1, 5, dtype=torch.float64).requires_grad_() if has_bias else None
     kept = targets >= 0
-    expected = -(x @ weight.T).log_softmax(-1)[kept].gather(1, targets[kept, None]).mean()
-    loss = chunked_loss(x, weight, targets, chunk)
+    expected = -functional.linear(x, weight, bias).log_softmax(-1)[kept].gather(1, targets[kept, None]).mean()
+    loss = chunked_loss(x, weight, targets, chunk, bias)
     torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0.0)
-    gradients = (torch.autograd.grad(3.0 * total, (x, weight)) for total in (loss, expected))
+    inputs = (x, weight, bias) if has_bias else (x, weight)
+    gradients = (torch.autograd.grad(3.0 * total, inputs) for total in (loss, expected))
     for mine, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
     with torch.no_grad():
-        torch.testing.assert_close(chunked_loss(x, weight, targets, chunk), expected, rtol=1e-13, atol=0.0)
+        torch.testing.assert_close(chunked_loss(x, weight, targets, chunk, bias), expected, rtol=1e-13, atol=0.0)
 
 
 def test_large_logits_and_no_target_at_all():

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import symexplin as sel
+from symexplin.init import matching
 from symexplin.lab.config import RunConfig
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
@@ -46,13 +47,15 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
         model = _build_sharded(config, ranks)
     else:
         model = build_model(config)
-    undecayed = [] if train.decay_plain else _plain(model)
+    undecayed: Sequence[str] | str = []
+    if config.decays != "all":
+        undecayed = "usual" if config.decays == "matrices" else _plain(model)
     lrs = _learning_rates(model, config)
     if curve is None:
-        groups: dict[tuple[float, float], list[Tensor]] = {}
-        for name, parameter in model.named_parameters():
-            decay = 0.0 if name in undecayed else train.weight_decay
-            groups.setdefault((lrs[name], decay), []).append(parameter)
+        groups: dict[tuple[float | None, float | None], list[Tensor]] = {}
+        for route in sel.routing(model, lr=lrs, weight_decay=train.weight_decay, no_decay=undecayed):
+            if route.parameter.requires_grad:
+                groups.setdefault((route.lr, route.weight_decay), []).append(route.parameter)
         alike = [{"params": params, "lr": lr, "weight_decay": decay} for (lr, decay), params in groups.items()]
         return Built(model, _adamw(model, alike, config), clip=True)
     if config.sel.home == "module":
@@ -87,7 +90,8 @@ def build_model(config: RunConfig, device: str | None = None) -> Transformer:
     if place != "auto":
         model.to(place)
     if curve is not None and config.sel.starts_as == "mismatched":
-        sel.init_(model, curve, xavier=False)
+        sel.init_(model, curve, xavier=False, exclude=config.sel.start_exclude)
+    _freeze(model, config)
     if curve is not None and config.sel.home == "module":
         sel.convert(model, curve)
     return model
@@ -121,8 +125,16 @@ def _build_sharded(config: RunConfig, ranks: Ranks) -> Transformer:
     if train.weights is not None:
         start_from(model, train.weights)
     if curve is not None and config.sel.starts_as == "mismatched":
-        _mismatch_parts(model, curve)
+        _mismatch_parts(model, curve, config.sel.start_exclude)
+    _freeze(model, config)
     return model
+
+
+def _freeze(model: Transformer, config: RunConfig) -> None:
+    """Freeze what the configuration says, after the start, which is that of a model in which nothing is frozen."""
+    named = dict(model.named_parameters())
+    for name in matching("frozen", config.train.frozen, named):
+        named[name].requires_grad_(False)
 
 
 class _WholeDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -138,10 +150,11 @@ class _WholeDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
-def _mismatch_parts(model: Transformer, curve: sel.SELConfig) -> None:
+def _mismatch_parts(model: Transformer, curve: sel.SELConfig, exclude: Sequence[str]) -> None:
     """Call :func:`symexplin.init_` for a sharded model, whole layer by whole layer."""
     table = sel.routing(model, curve)
-    curved = {id(route.parameter) for route in table.curved}
+    kept = matching("exclude", exclude, [route.name for route in table.curved])
+    curved = {id(route.parameter) for route in table.curved if route.name not in kept}
     every = dataclasses.replace(table.config, include=("*",), exclude=())
     for layer in model.modules():
         parts = dict(layer.named_parameters(recurse=False))

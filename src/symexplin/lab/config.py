@@ -8,9 +8,9 @@ import functools
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from symexplin.checks import check_positive, check_whole
+from symexplin.checks import check_choice, check_positive, check_whole
 from symexplin.lab.maps import CurveConfig, map_of
 from symexplin.lab.settings import Count, Fraction, NotNegative, Pairs, Positive, Schema, Whole
 
@@ -33,6 +33,30 @@ _PAPER_WARMUP = 250  # section 5.1
 _LOGITS_BYTES = 2**28
 _MINIMUM_VOCAB = 257  # all bytes, and the end of a document
 
+# What each harness says of the keys that are not given. The author's: transformer.py and train_gpt.py of
+# github.com/ethansmith2000/SAMVariants (73f1681, 2026-06-05, five weeks before the paper).
+_HARNESSES: dict[str, dict[str, Any]] = {
+    "own": {
+        "input_projection": False,
+        "qkv_bias": True,
+        "head_bias": False,
+        "embedding_std": 0.02,
+        "hidden_rounding": "nearest",
+        "norm_eps": 1e-6,  # that of the dtype is 2^-7 in bfloat16
+    },
+    "author": {
+        "input_projection": True,
+        "qkv_bias": False,
+        "head_bias": True,
+        "embedding_std": "width^-0.5",
+        "hidden_rounding": "up",
+        "norm_eps": "dtype",
+    },
+}
+_HEADS, _AUTHOR_HEAD_DIM = 4, 128
+Decay = Literal["all", "linears", "matrices"]
+_OF_HARNESS: Any = None  # the default of these keys
+
 
 @dataclass(frozen=True)
 class ModelConfig(Schema):
@@ -41,52 +65,85 @@ class ModelConfig(Schema):
     Args:
         width: size of the residual stream.
         depth: number of blocks.
-        heads: attention heads; width / heads must be even, since RoPE turns pairs.
+        harness: what the keys are that are not given: "own", or "author", those of the public harness of the paper's
+            author, of which the paper says nothing. A key that is given counts.
+        heads: attention heads. Default: 4; the author's: heads of size 128.
+        head_dim: size of a head, instead of heads; even, since RoPE turns pairs.
         vocab_size: number of tokens.
         context: longest sequence, in tokens.
         tie_head: share the output head's weight with the embedding.
         bias: biases on the blocks' linear layers. A model with biases cannot be exported.
+        qkv_bias: with biases, have them on queries, keys and values too. Default: true; the author's: false.
+        input_projection: between embeddings and blocks an RMSNorm and a linear layer with a bias, which stays
+            uncurved. Default: false; the author's: true.
+        head_bias: a bias on the output head. Default: false; the author's: true.
         init: initialization of the blocks' matrices: "xavier_uniform" or "xavier_normal", of the same standard
             deviation.
         qk_gain: factor on the initial weights of queries and keys.
         norm: normalization of the residual stream: "rms", or "layer", which subtracts the mean (nn.LayerNorm without a
             bias). Queries and keys always have RMSNorm.
-        embedding_std: standard deviation of the initial embeddings. The head has 0.02, unless it is tied.
+        norm_eps: what norms add to the mean square, or "dtype": the rounding of the dtype, torch's default. Default:
+            1e-6; the author's: "dtype".
+        embedding_std: standard deviation of the initial embeddings, or "width^-0.5", which is the author's. Default:
+            0.02. The head has 0.02, unless it is tied.
+        hidden_rounding: how the inner size of GeGLU, 8/3 of the width, becomes a multiple of 64: "nearest" (section
+            5.1), or "up", which is the author's. Default: "nearest".
         fused_gate_up: one projection, `gate_up`, for the two halves of GeGLU, instead of `gate` and `up`. It starts
             smaller, as Xavier's bound is that of its own shape.
 
     >>> ModelConfig(width=128).hidden
     320
+    >>> ModelConfig(width=512, harness="author").heads
+    4
     """
 
     width: Count = 128
     depth: Count = 4
-    heads: Count = 4
+    heads: Count = _OF_HARNESS
     vocab_size: Count = field(default=256, metadata={"derived": True})  # the data say it
     context: Count = 128
     tie_head: bool = False
     bias: bool = True
+    qkv_bias: bool = _OF_HARNESS
+    input_projection: bool = _OF_HARNESS
+    head_bias: bool = _OF_HARNESS
     init: Literal["xavier_uniform", "xavier_normal"] = "xavier_uniform"
     qk_gain: Positive = 1.0
     norm: Literal["rms", "layer"] = "rms"
-    embedding_std: Positive = 0.02
+    norm_eps: Positive | Literal["dtype"] = _OF_HARNESS
+    embedding_std: Positive | Literal["width^-0.5"] = _OF_HARNESS
+    hidden_rounding: Literal["nearest", "up"] = _OF_HARNESS
     fused_gate_up: bool = False
+    head_dim: Count = _OF_HARNESS
+    harness: Literal["own", "author"] = "own"
 
     def __post_init__(self) -> None:
-        """Check every field."""
+        """Fill in what the harness says, and check every field."""
+        for name, value in _HARNESSES[check_choice("harness", self.harness, _HARNESSES)].items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        given = {name: getattr(self, name) for name in ("heads", "head_dim") if getattr(self, name) is not None}
+        given = given or ({"head_dim": _AUTHOR_HEAD_DIM} if self.harness == "author" else {"heads": _HEADS})
+        for name, value in given.items():
+            other = "head_dim" if name == "heads" else "heads"
+            object.__setattr__(self, name, check_whole(name, value))
+            object.__setattr__(self, other, given.get(other, max(1, self.width // value)))
         super().__post_init__()
-        if self.width % (2 * self.heads):
-            raise ValueError(f"width must be a multiple of 2 * heads = {2 * self.heads}, got {self.width}")
-
-    @property
-    def head_dim(self) -> int:
-        """Size of one head."""
-        return self.width // self.heads
+        if self.heads * self.head_dim != self.width or self.head_dim % 2:
+            got = f"{self.width} with {self.heads} of size {self.head_dim}"
+            raise ValueError(f"width must be heads of an even size, got {got}")
 
     @property
     def hidden(self) -> int:
-        """Inner size of GeGLU: 8/3 of the width, to the nearest multiple of 64 (section 5.1)."""
+        """Inner size of GeGLU: 8/3 of the width, to a multiple of 64."""
+        if self.hidden_rounding == "up":
+            return 64 * -(-self.width * 8 // (3 * 64))
         return 64 * max(1, math.floor(self.width * 8 / 3 / 64 + 0.5))
+
+    @property
+    def embedding_deviation(self) -> float:
+        """Standard deviation of the initial embeddings."""
+        return float(self.width**-0.5) if isinstance(self.embedding_std, str) else self.embedding_std
 
 
 @dataclass(frozen=True)
@@ -104,8 +161,10 @@ class TrainConfig(Schema):
         lr_decay_steps: steps of the whole schedule, if the run is to stop earlier. Default: steps.
         floor: fraction of lr at the end of the decay.
         weight_decay: decoupled weight decay.
-        decay_plain: decay the embedding, the head and the norms too, as AdamW over all parameters does. The paper does
-            not say. Off: decay only the blocks' linear layers, weights and biases.
+        decay: what decays: "all" parameters, as AdamW over all does; "linears", the blocks' linear layers, weights and
+            biases; or "matrices", all but the embedding and what has one dimension, biases and norms. The paper does
+            not say. Default: "all"; "matrices" with the author's harness, whose rule it is.
+        frozen: patterns of parameters that keep their first values, such as "blocks.*.bias". They are not curved.
         betas: decay rates of AdamW's moments.
         max_grad_norm: global norm to which gradients are clipped.
         weights: plain weights to start from, of a model of this shape: a run's folder, one of its checkpoints, or a
@@ -124,7 +183,8 @@ class TrainConfig(Schema):
     lr_decay_steps: Count | None = None
     floor: Fraction = 0.0
     weight_decay: NotNegative = 0.01
-    decay_plain: bool = True
+    decay: Decay | None = None
+    frozen: tuple[str, ...] = ()
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     max_grad_norm: Positive = 1.0
     weights: str | None = None
@@ -221,6 +281,11 @@ class RunConfig(Schema):
         super().__post_init__()
         map_of(self.sel, self.model.width)
 
+    @property
+    def decays(self) -> Decay:
+        """What decays: as given, else by the harness."""
+        return self.train.decay or ("matrices" if self.model.harness == "author" else "all")
+
 
 @dataclass(frozen=True)
 class PrepareConfig(Schema):
@@ -282,7 +347,7 @@ def resolve(config: RunConfig, vocab_size: int, processes: int = 1) -> RunConfig
         config,
         data=str(absolute(config.data)),
         model=dataclasses.replace(config.model, vocab_size=vocab_size),
-        train=dataclasses.replace(train, weights=absolute(train.weights)),
+        train=dataclasses.replace(train, decay=config.decays, weights=absolute(train.weights)),
         sel=dataclasses.replace(
             config.sel,
             start=None if curve is None else config.sel.starts_as,

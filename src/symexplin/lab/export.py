@@ -65,6 +65,9 @@ def export_transformers(
             "model must have no biases, as stock architectures have none: train with --no-bias; "
             "symexplin.lab.weights.load_model reads the model.safetensors of any run"
         )
+    for key in ("input_projection", "head_bias"):
+        if getattr(model.config, key):
+            raise ValueError(f"model must be without {key}, which Qwen3 does not have")
     if model.config.norm != "rms":
         raise ValueError(f"model must have norm 'rms', as Qwen3 has, got {model.config.norm!r}")
     target = Path(out).resolve()
@@ -113,7 +116,7 @@ def _settings(model: Transformer) -> dict[str, Any]:
         "head_dim": shape.head_dim,
         "hidden_act": "gelu",  # the exact one
         "max_position_embeddings": shape.context,
-        "rms_norm_eps": model.norm.eps,
+        "rms_norm_eps": model.norm.eps or torch.finfo(model.embedding.weight.dtype).eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_BASE},
         "tie_word_embeddings": shape.tie_head,
         "attention_bias": False,

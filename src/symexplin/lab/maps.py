@@ -30,6 +30,7 @@ class CurveConfig(Schema):
             otherwise.
         start: "matched" (weights start as initialized) or "mismatched" (the paper's for mode "mismatch", by
             `symexplin.init_`). Default: "matched".
+        start_exclude: patterns of parameters that the mismatched start leaves as initialized, such as "*.o.*".
         anneal_steps: optimizer steps that the multipliers take from k0 to k1 (T, section 4.5); if not given, an
             assumption: all steps of the schedule.
         map: keys of the map to change, such as beta = 5 or e.k = [50, 8].
@@ -38,6 +39,7 @@ class CurveConfig(Schema):
     home: Literal["optimizer", "module", "none"] = "optimizer"
     preset: Preset = "default"
     start: Start | None = None
+    start_exclude: tuple[str, ...] = ()
     anneal_steps: Count | None = None
     map: Pairs = field(default_factory=dict)
 
@@ -45,6 +47,8 @@ class CurveConfig(Schema):
         """Check every field; home "none" would silently do without a map."""
         super().__post_init__()
         given = {"preset": self.preset != "default", "start": self.start is not None, "map": bool(self.map)}
+        if self.start_exclude and self.starts_as != "mismatched":
+            raise ValueError(f"start_exclude must be left out unless start is 'mismatched', got {self.start_exclude}")
         for name, is_given in given.items():
             if self.home == "none" and is_given:
                 raise ValueError(f"{name} must be left out for home 'none', got {getattr(self, name)!r}")
@@ -53,6 +57,11 @@ class CurveConfig(Schema):
     def starts_as(self) -> Start:
         """The start: as given, else as initialized."""
         return self.start or "matched"
+
+    @property
+    def start_in_words(self) -> str:
+        """The start, and what it leaves out."""
+        return self.starts_as + (f" (without {', '.join(self.start_exclude)})" if self.start_exclude else "")
 
 
 def named_map(preset: str, changes: Mapping[str, Any]) -> sel.SELConfig:

@@ -7,7 +7,7 @@ It is an ordinary module. The optimizer trains it in curved space.
 """
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,9 @@ __all__ = [
     "rope_tables",
 ]
 
-# Base of the rotary frequencies (Su et al. 2024) and the usual spread of the head (GPT-2).
+# Base of the rotary frequencies (Su et al. 2024) and the usual spread of the head (GPT-2). The author's are the same.
 ROPE_BASE = 10_000.0
 _HEAD_STD = 0.02
-# Explicit: nn.RMSNorm's default depends on the dtype and is 2^-7 in bfloat16.
-_NORM_EPS = 1e-6
 _IGNORED = -100  # target that the loss leaves out, as in torch
 _FEWEST_QUERIES = 64  # smaller matrix products do not reach the CPU's pace
 
@@ -75,8 +73,10 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.heads = config.heads
-        self.q, self.k, self.v, self.o = (nn.Linear(config.width, config.width, bias=config.bias) for _ in range(4))
-        self.q_norm, self.k_norm = (nn.RMSNorm(config.head_dim, eps=_NORM_EPS) for _ in range(2))
+        on_qkv = config.bias and config.qkv_bias
+        self.q, self.k, self.v = (nn.Linear(config.width, config.width, bias=on_qkv) for _ in range(3))
+        self.o = nn.Linear(config.width, config.width, bias=config.bias)
+        self.q_norm, self.k_norm = (_rms_norm(config, config.head_dim) for _ in range(2))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         """Map (batch, length, width) to the same shape."""
@@ -105,11 +105,34 @@ class FeedForward(nn.Module):
         return mixed
 
 
+class InputProjection(nn.Module):
+    """RMSNorm and a linear map with a bias, between embeddings and blocks.
+
+    It is no nn.Linear, so that the optimizer leaves it uncurved: the paper has its map in the blocks.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = _rms_norm(config, config.width)
+        self.weight = nn.Parameter(torch.empty(config.width, config.width))
+        self.bias = nn.Parameter(torch.empty(config.width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., width) to the same shape."""
+        return functional.linear(self.norm(x), self.weight, self.bias)
+
+
+def _rms_norm(config: ModelConfig, size: int) -> nn.RMSNorm:
+    return nn.RMSNorm(size, eps=None if isinstance(config.norm_eps, str) else config.norm_eps)
+
+
 def _norm(config: ModelConfig) -> nn.RMSNorm | nn.LayerNorm:
     """Return a norm of the residual stream."""
-    if config.norm == "layer":
-        return nn.LayerNorm(config.width, eps=_NORM_EPS, bias=False)
-    return nn.RMSNorm(config.width, eps=_NORM_EPS)
+    if config.norm == "rms":
+        return _rms_norm(config, config.width)
+    # nn.LayerNorm has no eps of the dtype: float32's, in which autocast computes it.
+    eps = torch.finfo(torch.float32).eps if isinstance(config.norm_eps, str) else config.norm_eps
+    return nn.LayerNorm(config.width, eps=eps, bias=False)
 
 
 class Block(nn.Module):
@@ -152,9 +175,10 @@ class Transformer(nn.Module):
         self.recompute = False
         self.loss_chunk = 0
         self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.input = InputProjection(config) if config.input_projection else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.norm = _norm(config)
-        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=config.head_bias)
         if config.tie_head:
             self.head.weight = self.embedding.weight
         self.reset_buffers()
@@ -172,11 +196,11 @@ class Transformer(nn.Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Initialize all weights again."""
         draw = getattr(nn.init, f"{self.config.init}_")
-        nn.init.normal_(self.embedding.weight, std=self.config.embedding_std, generator=generator)
+        nn.init.normal_(self.embedding.weight, std=self.config.embedding_deviation, generator=generator)
         for module in self.modules():
             if isinstance(module, nn.RMSNorm | nn.LayerNorm):
                 module.reset_parameters()
-            elif isinstance(module, nn.Linear) and module is not self.head:
+            elif isinstance(module, nn.Linear | InputProjection) and module is not self.head:
                 draw(module.weight, generator=generator)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
@@ -186,6 +210,8 @@ class Transformer(nn.Module):
                 module.k.weight.data.mul_(self.config.qk_gain)
         if not self.config.tie_head:
             nn.init.normal_(self.head.weight, std=_HEAD_STD, generator=generator)
+        if self.config.head_bias:
+            nn.init.zeros_(self.head.bias)
 
     def get_output_embeddings(self) -> nn.Linear:
         """Return the output head, which :func:`symexplin.routing` leaves plain."""
@@ -201,6 +227,8 @@ class Transformer(nn.Module):
             raise ValueError(f"tokens must be no longer than the context, {self.config.context}, got {length}")
         cos, sin, mask = self.cos[:length], self.sin[:length], self.mask[:length, :length]
         x = self.embedding(tokens)
+        if self.input is not None:
+            x = self.input(x)
         for block in self.blocks:
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, cos, sin, mask, use_reentrant=False)
@@ -208,13 +236,13 @@ class Transformer(nn.Module):
                 x = block(x, cos, sin, mask)
         x = self.norm(x)
         if targets is not None and self.loss_chunk:
-            return chunked_loss(x.flatten(0, -2), self.head.weight, targets.flatten(), self.loss_chunk)
+            return chunked_loss(x.flatten(0, -2), self.head.weight, targets.flatten(), self.loss_chunk, self.head.bias)
         logits: Tensor = self.head(x)
         return logits if targets is None else cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def chunked_loss(x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """Return the mean over targets of -log softmax(x weight^T)[target], in nats and at least float32.
+def chunked_loss(x: Tensor, weight: Tensor, targets: Tensor, chunk: int, bias: Tensor | None = None) -> Tensor:
+    """Return the mean over targets of -log softmax(x weight^T + bias)[target], in nats and at least float32.
 
     Each chunk's gradient is computed with its loss, so that no logits are kept and none are computed twice.
 
@@ -223,15 +251,16 @@ def chunked_loss(x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tens
         weight: of the head, (vocabulary, width).
         targets: int64 (tokens,); -100 is left out.
         chunk: tokens whose logits exist at once.
+        bias: of the head, (vocabulary,).
 
     >>> chunked_loss(torch.ones(6, 2), torch.ones(4, 2), torch.tensor([0, 1, 2, 3, 3, -100]), chunk=4)
     tensor(1.3863)
     """
     if torch.is_grad_enabled():
-        total: Tensor = _ChunkedLoss.apply(x, weight, targets, chunk)  # type: ignore[no-untyped-call]
+        total: Tensor = _ChunkedLoss.apply(x, weight, targets, chunk, bias)  # type: ignore[no-untyped-call]
     else:
         pieces = zip(torch.split(x, chunk), torch.split(targets, chunk), strict=True)
-        total = torch.stack([cross_entropy(functional.linear(a, weight), b, "sum") for a, b in pieces]).sum()
+        total = torch.stack([cross_entropy(functional.linear(a, weight, bias), b, "sum") for a, b in pieces]).sum()
     count = (targets != _IGNORED).sum()
     # Without a target the mean is NaN, as torch's, and the gradients are 0, not 0 times an infinite one.
     return torch.where(count > 0, total / count.clamp(min=1), math.nan)
@@ -248,16 +277,17 @@ def _wide(tensor: Tensor) -> Tensor:
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, bias: Tensor | None) -> Tensor:
         """Sum the losses of all chunks and keep the gradients of that sum: softmax(logits) less one at each target."""
-        ctx.dtypes = x.dtype, weight.dtype
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         if torch.is_autocast_enabled(x.device.type):
             low = torch.get_autocast_dtype(x.device.type)
-            x, weight = x.to(low), weight.to(low)
+            x, weight, bias = x.to(low), weight.to(low), None if bias is None else bias.to(low)
         losses, grads = [], []
         total = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        of_bias = None if bias is None else total.new_zeros(len(total))
         for piece, target in zip(torch.split(x, chunk), torch.split(targets, chunk), strict=True):
-            logits = _wide(functional.linear(piece, weight))
+            logits = _wide(functional.linear(piece, weight, bias))
             kept, target = (target != _IGNORED).unsqueeze(-1), target.clamp(min=0).unsqueeze(-1)
             top, hit = logits.amax(-1, keepdim=True), logits.gather(-1, target)
             chances = logits.sub_(top).exp_()  # in place: a chunk has one tensor of the size of its logits
@@ -266,12 +296,15 @@ class _ChunkedLoss(torch.autograd.Function):
             error = chances.mul_(kept / norm).scatter_add_(-1, target, -kept.to(chances.dtype)).to(weight.dtype)
             grads.append(error @ weight)
             total += error.T @ piece
-        ctx.save_for_backward(torch.cat(grads), total)
+            if of_bias is not None:
+                of_bias += error.sum(0, dtype=of_bias.dtype)
+        ctx.save_for_backward(torch.cat(grads), total, of_bias)
         return torch.stack(losses).sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, Tensor | None]:
         """Scale what was kept."""
-        x, weight = (kept * grad for kept in ctx.saved_tensors)
-        return x.to(ctx.dtypes[0]), weight.to(ctx.dtypes[1]), None, None
+        kept = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        x, weight, bias = (None if tensor is None else (tensor * grad).to(dtype) for tensor, dtype in kept)
+        return cast(Tensor, x), cast(Tensor, weight), None, None, bias

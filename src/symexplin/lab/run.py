@@ -105,7 +105,7 @@ def _tell(config: RunConfig, echo: Echo) -> None:
     width, preset = config.model.width, config.sel.preset
     if (curve := map_of(config.sel, width)) is not None:
         changed = "" if curve == named_map(preset, {}).resolve(width) else ", changed"
-        words = map_in_words(curve, config.sel.starts_as)
+        words = map_in_words(curve, config.sel.start_in_words)
         echo(f"map: {LABELS.get(preset, preset)}{changed}: {words}; width {width}")
 
 

@@ -90,10 +90,13 @@ _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 def _checked(name: str, kind: Any, value: Any) -> Any:
     """Return the value of a key as its type `kind`: lists become tuples, whole numbers floats.
 
-    The only unions are X | None: None is the default, which TOML cannot express.
+    Unions are X | None, where None is the default, which TOML cannot express, and a number | words that stand for one.
     """
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
+        words = next((typing.get_args(kind) for kind in inner if typing.get_origin(kind) is Literal), ())
+        if words and isinstance(value, str):
+            return check_choice(name, value, words)
         return None if value is None else _checked(name, inner[0], value)
     if origin is Annotated:
         value = _checked(name, inner[0], value)

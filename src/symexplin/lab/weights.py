@@ -276,7 +276,7 @@ def start_from(model: Transformer, path: str | Path) -> None:
         file = find_weights(path, "weights")
         there, here = (dataclasses.asdict(config) for config in (_model_config(file), model.config))
     for key in here:
-        if there[key] != here[key] and key not in ("context", "init", "qk_gain", "embedding_std"):
+        if there[key] != here[key] and key not in ("context", "init", "qk_gain", "embedding_std", "harness"):
             raise ValueError(f"weights must be of a model with {key} {here[key]}, got {str(path)!r} with {there[key]}")
     with naming("weights"):
         if not any(is_raw(name) for name, _ in iter_tensors(file)):

@@ -107,14 +107,18 @@ def test_every_key_that_a_variant_is_offered_is_in_the_help_and_accepted(table, 
     assert keys in " ".join(CompareConfig.__doc__.split())
     for key in keys.split(", "):
         default = getattr(schema(), key)
-        value = {"warmup_steps": 3, "weights": "folder"}.get(key, default)
+        value = {"warmup_steps": 3, "weights": "folder", "decay": "matrices"}.get(key, default)
         assert getattr(getattr(own(key, value).example("mine"), table), key) == value
 
 
 OWN = {
     "strong": {"preset": "paper", "map": {"beta": 15.0, "e": {"k": [10, 2]}}, "anneal_steps": 5},
     "flat": {"home": "none", "train": {"weight_decay": 0.1, "betas": [0.9, 0.99], "floor": 0.1}},
-    "normal": {"preset": "paper", "train": {"decay_plain": False}, "model": {"init": "xavier_normal"}},
+    "normal": {
+        "preset": "paper",
+        "train": {"decay": "linears", "frozen": ["*.bias"]},
+        "model": {"init": "xavier_normal"},
+    },
 }
 
 
@@ -130,7 +134,7 @@ def test_runs_differ_in_their_cell_and_in_what_their_variant_changes():
         "AdamW": TrainConfig(**train),
         "strong": TrainConfig(**train),
         "flat": TrainConfig(**train, **flat),
-        "normal": TrainConfig(**train, decay_plain=False),
+        "normal": TrainConfig(**train, decay="linears", frozen=("*.bias",)),
     }
     assert {name: run.model.init for name, run in runs.items() if run.model != model} == {"normal": "xavier_normal"}
     assert {name: run.sel.anneal_steps for name, run in runs.items()}["strong"] == 5

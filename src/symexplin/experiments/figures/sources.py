@@ -96,7 +96,7 @@ def run_config(folder: Path) -> RunConfig:
 def map_words(config: RunConfig) -> str:
     """Return the preset and the map of a run in a line, "" for ordinary weights."""
     curve = map_of(config.sel, config.model.width)
-    return "" if curve is None else f"preset {config.sel.preset}: {map_in_words(curve, config.sel.starts_as)}"
+    return "" if curve is None else f"preset {config.sel.preset}: {map_in_words(curve, config.sel.start_in_words)}"
 
 
 def weights_of(source: Path) -> Path:

@@ -194,7 +194,7 @@ def _with_machine(config: CompareConfig) -> CompareConfig:
 def _map(config: CompareConfig, variant: str) -> dict[str, Any] | None:
     run = config.example(variant)
     curve = map_of(run.sel, run.model.width)
-    return None if curve is None else {"home": run.sel.home, "start": run.sel.starts_as, **curve.to_dict()}
+    return None if curve is None else {"home": run.sel.home, "start": run.sel.start_in_words, **curve.to_dict()}
 
 
 # --- Runs of a command -----------------------------------------------------------------------------------------------
