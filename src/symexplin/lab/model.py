@@ -114,8 +114,8 @@ class InputProjection(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.norm = _rms_norm(config, config.width)
-        self.weight = nn.Parameter(torch.empty(config.width, config.width))
-        self.bias = nn.Parameter(torch.empty(config.width))
+        linear = nn.Linear(config.width, config.width)
+        self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., width) to the same shape."""
