@@ -238,12 +238,12 @@ class Products(NamedTuple):
         shapes = [(1 if w.dim() == 1 else len(w), w.shape[-1]) for w in self.weights]
         return list(zip(shapes, *(itertools.accumulate(n, initial=0) for n in zip(*shapes, strict=True)), strict=False))
 
-    def plan(self, build, magnitude=True, normalized=False):
+    def plan(self, build, **kind):
         _, rows, columns = zip(*self.matrices, strict=True)
         counts = tuple(side.shape[1] for side in self.factors)
-        maps = self.weights[0].dtype == HALF, magnitude, normalized, self.deltas, self.moments, self.raws[0].device
-        matrices = Matrices(self.weights, self.raws, rows, columns, counts, *maps)
-        return build.products(matrices)
+        kind = {"half": self.weights[0].dtype == HALF, "magnitude": True, "device": self.raws[0].device, **kind}
+        kind |= {"deltas": self.deltas, "moments": self.moments}
+        return build.products(Matrices(self.weights, self.raws, rows, columns, counts, **kind))
 
     def each(self, sides, *lists):
         """Yield of every matrix its part of the sides and its tensors in float64."""
@@ -325,7 +325,7 @@ def test_products_follow_autograd(build, case):
     given = products(shapes, dtype, rank, **means)
     new_factors = tuple(1.1 * side for side in given.factors)
     before = [[x.double() for x in xs] for xs in (given.raws, *given.moments)]
-    plan = given.plan(build, magnitude, normalized)
+    plan = given.plan(build, magnitude=magnitude, normalized=normalized, curved=case != "linear")
     total, sums, pulled, pushed = given.step(plan, new_factors, torch.tensor(0.3))
 
     sides = [of_kernel(side).requires_grad_() for side in given.factors]

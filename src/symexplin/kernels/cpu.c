@@ -12,6 +12,7 @@
 
 typedef const float *restrict In;
 typedef float *restrict Out;
+#define ARRAY _Alignas(64) float /* a vector in one cache line */
 
 /* ---- what Python passes, in the order of symexplin.kernels.cpu ---- */
 
@@ -49,7 +50,7 @@ typedef struct {
     float *const *exp_avgs, *const *exp_avg_sqs, *const *masters;
     /* Of products: factors of all rows and columns, and sums by row and column, kind by kind. */
     const Matrix *matrices;
-    int64_t magnitude, normalized, all_rows, all_columns;
+    int64_t curved, magnitude, normalized, all_rows, all_columns;
     const float *of_rows, *of_columns, *new_rows, *new_columns; /* new: after an update of the scales */
     double *by_rows, *by_columns;
     _Atomic int64_t next; /* task; the operator ++ is atomic */
@@ -57,9 +58,10 @@ typedef struct {
 
 enum { NORM, STEP, PULL, PUSH, PRODUCT }; /* kinds: those of products come after PRODUCT */
 enum { FLOAT, HALF }; /* weights and gradients */
-/* Arrays of a block, entries or a strip of a row, fit the first-level cache. AHEAD: entries from what is read
-   to what is fetched into the second-level one. PAD makes the addresses of sums differ modulo 4096. */
-enum { BLOCK = 256, BAND = 4, PAD = 48, AHEAD = 2048 };
+/* Arrays of a block of entries fit the first-level cache, as do those of a row's strips: the longer ones of sums, whose
+   ends take time, and the shorter ones between which later entries are fetched into the second-level cache. AHEAD:
+   entries from what is read to those. PAD makes the addresses of sums differ modulo 4096. */
+enum { BLOCK = 256, BAND = 4, PAD = 48, SUM_STRIP = 1024, STRIP = 128, AHEAD = 2048 };
 const int64_t sel_pad = PAD, sel_call_size = sizeof(Call);
 
 INLINE uint32_t bits_of(float x) { return ((union { float x; uint32_t bits; }){x}).bits; }
@@ -85,12 +87,16 @@ INLINE float expm1_near(float x) {
 }
 
 /* F = expm1(x) and E = exp(x), halved so that a product with a small number does not overflow early. x = r + k ln 2:
-   adding SHIFT rounds to the integer k, with the bits of 2^(k - 1)'s exponent at the low end. The first part of ln 2
-   times k is exact. */
+   adding SHIFT rounds to the integer k, with the bits of 2^(k - 1)'s exponent at the low end. Where k ln 2 would be
+   rounded, it has two parts, the first one exact. */
 INLINE void grow(float x, float *F, float *E) {
     const float SHIFT = 0x1.8p23f + 126;
     float shifted = x * 1.44269504f + SHIFT, k = shifted - SHIFT;
+#ifdef FP_FAST_FMAF
+    float p = expm1_near(x - k * 0.693147181f);
+#else
     float p = expm1_near((x - k * 0.693359375f) + k * 2.12194440e-4f);
+#endif
     int32_t bits = (int32_t)bits_of(shifted), zero = 0x4b400000, infinite = 0x4b4000ff;
     float q = from_bits((uint32_t)(bits < zero ? zero : bits > infinite ? infinite : bits) << 23);
     *F = q * p + (q - 0.5f), *E = q * p + q;
@@ -148,7 +154,8 @@ static void write_weights(const Call *x, int64_t item, int64_t at, int64_t count
 
 /* The sum of the squares of raw gradients. */
 NOINLINE double norm_block(const Call *x, int64_t item, int64_t at, int64_t count) {
-    float copied_v[BLOCK] = {0}, copied_g[BLOCK], base = x->step.base, slope = x->step.slope, sum = 0;
+    ARRAY copied_v[BLOCK] = {0}, copied_g[BLOCK];
+    float base = x->step.base, slope = x->step.slope, sum = 0;
     const float *v = x->half || x->plain ? copied_v : (float *)x->weights[item] + at;
     const float *g = x->half ? copied_g : (float *)x->grads[item] + at;
     if (x->half) copy_in(1, x->grads[item], at, count, copied_g);
@@ -200,7 +207,8 @@ NOINLINE void move_far(float c, Out v, In x) {
 
 static void step_block(const Call *x, int64_t item, int64_t at, int64_t count) {
     const Step k = x->step;
-    float copies[4][BLOCK], exponents[BLOCK], *m = x->exp_avgs[item] + at, *s = x->exp_avg_sqs[item] + at;
+    ARRAY copies[4][BLOCK], exponents[BLOCK];
+    float *m = x->exp_avgs[item] + at, *s = x->exp_avg_sqs[item] + at;
     int whole = count == BLOCK, direct = whole && !x->half;
     float *v = direct && x->moves ? (float *)x->weights[item] + at : copies[0];
     float *g = direct ? (float *)x->grads[item] + at : copies[1];
@@ -221,7 +229,7 @@ NOINLINE void find_raws(Step k, In v, Out w) {
 }
 
 static void pull_block(const Call *x, int64_t item, int64_t at, int64_t count, Out value, Out out) {
-    float v[BLOCK] = {0}, g[BLOCK], w[BLOCK];
+    ARRAY v[BLOCK] = {0}, g[BLOCK], w[BLOCK];
     copy_weights(x, item, at, count, v);
     copy_in(x->half, x->grads[item], at, count, g);
     find_raws(x->step, v, w);
@@ -229,7 +237,7 @@ static void pull_block(const Call *x, int64_t item, int64_t at, int64_t count, O
 }
 
 static void push_block(const Call *x, int64_t item, int64_t at, int64_t count, In value) {
-    float v[BLOCK] = {0}, w[BLOCK], exponents[BLOCK] = {0};
+    ARRAY v[BLOCK] = {0}, w[BLOCK], exponents[BLOCK] = {0};
     int far = 0;
     copy_weights(x, item, at, count, v);
     find_raws(x->step, v, w);
@@ -256,15 +264,15 @@ static void closed_task(const Call *x, Task task, int64_t index) {
 /* ---- maps whose kappa, c and lambda are products of a row's and a column's factor ---- */
 
 /* w_eff = c_i c_j sign(w) expm1(kappa_i kappa_j |w|) + lambda_i lambda_j u(w) + A B; u(w) is |w| with `magnitude`, else
-   w. With x = kappa_i kappa_j |w|, sums over a row or column are of g sign(w) expm1(x) times the other dimension's c, of
-   g w exp(x) times its c kappa or, with `normalized`, g sign(w) (x exp(x) - expm1(x)) times its c, and of g u(w) times
-   its lambda. */
+   w; without `curved`, c is 0. With x = kappa_i kappa_j |w|, sums over a row or column are of g sign(w) expm1(x) times
+   the other dimension's c, of g w exp(x) times its c kappa or, with `normalized`, g sign(w) (x exp(x) - expm1(x)) times
+   its c, and of g u(w) times its lambda. */
 enum { KAPPA, C, LAMBDA, FACTORS }; /* kinds of factors */
 enum { BY_C, BY_KAPPA, BY_LAMBDA, SUMS }; /* kinds of sums */
 
 /* Into the second-level cache: the first one allows few outstanding lines, and the loops would wait. */
-INLINE void prefetch(const void *p, int64_t count, int64_t size) {
-    for (int64_t i = 0; i < count * size; i += 64) __builtin_prefetch((const char *)p + AHEAD * size + i, 0, 2);
+INLINE void prefetch(const void *p, int64_t ahead, int64_t count, int64_t size) {
+    for (int64_t i = 0; i < count * size; i += 64) __builtin_prefetch((const char *)p + ahead * size + i, 0, 2);
 }
 
 /* The factors of one row, and those of the columns of a strip. */
@@ -273,14 +281,10 @@ typedef struct {
     In kappas, cs, lambdas;
 } Line;
 
-INLINE Line line_of(const Call *call, const Matrix *x, In of_rows, In of_columns, int64_t i) {
-    const float *row = of_rows + x->row + i, *column = of_columns + x->col;
+INLINE Line line_of(const Call *call, const Matrix *x, In of_rows, In of_columns, int64_t i, int64_t from) {
+    const float *row = of_rows + x->row + i, *column = of_columns + x->col + from;
     const int64_t high = call->all_rows, wide = call->all_columns;
     return (Line){row[0], row[high], row[2 * high], column, column + wide, column + 2 * wide};
-}
-
-INLINE Line shifted(Line f, int64_t by) {
-    return (Line){f.kappa, f.c, f.lambda, f.kappas + by, f.cs + by, f.lambdas + by};
 }
 
 INLINE uint32_t signs_of(const Call *call) { return call->magnitude ? 0x80000000u : 0; }
@@ -292,10 +296,12 @@ INLINE float linear_slope(uint32_t signs, float lambda, float w) {
 }
 
 /* Each of the following loops over a strip is short, since a processor looks ahead of one exponential, root or division
-   only so far: all of them in one loop take half as long again. */
+   only so far: all of them in one loop take half as long again. Functions ending in _of are compiled for each constant.
+   A Line as an argument would wait for its copy on the stack. */
 
 /* F = expm1(x)/2 with the sign of w, and E = exp(x)/2. */
-NOINLINE void exponentials(int64_t count, Line f, In w, Out F, Out E) {
+NOINLINE void exponentials(int64_t count, const Line *line, In w, Out F, Out E) {
+    const Line f = *line;
 #pragma omp simd
     for (int64_t j = 0; j < count; j++) {
         grow(f.kappa * f.kappas[j] * fabsf(w[j]), &F[j], &E[j]);
@@ -303,13 +309,20 @@ NOINLINE void exponentials(int64_t count, Line f, In w, Out F, Out E) {
     }
 }
 
-/* Raw gradients, times `scale`. */
-NOINLINE void pull_strip(int64_t count, Line f, float scale, uint32_t signs, In w, In E, In g, Out raw) {
+INLINE void pull_of(int curved, int64_t count, Line f, float scale, uint32_t signs, In w, In g, Out raw) {
+    const float of_row = 2 * f.c * f.kappa;
 #pragma omp simd
     for (int64_t j = 0; j < count; j++) {
-        float exponential = 2 * f.c * f.kappa * (f.cs[j] * f.kappas[j]) * E[j];
-        raw[j] = g[j] * scale * (exponential + linear_slope(signs, f.lambda * f.lambdas[j], w[j]));
+        float F, E, slope = linear_slope(signs, f.lambda * f.lambdas[j], w[j]);
+        if (curved) grow(f.kappa * f.kappas[j] * fabsf(w[j]), &F, &E), slope += of_row * (f.cs[j] * f.kappas[j]) * E;
+        raw[j] = g[j] * scale * slope;
     }
+}
+
+/* Raw gradients, times the clipping coefficient. */
+NOINLINE void pull_strip(const Call *x, int64_t count, const Line *f, In w, In g, Out raw) {
+    if (x->curved) pull_of(1, count, *f, x->step.clip, signs_of(x), w, g, raw);
+    else pull_of(0, count, *f, x->step.clip, signs_of(x), w, g, raw);
 }
 
 NOINLINE void adamw(int64_t count, Step k, In raw, In w, Out m, Out s, Out next) {
@@ -317,13 +330,18 @@ NOINLINE void adamw(int64_t count, Step k, In raw, In w, Out m, Out s, Out next)
     for (int64_t j = 0; j < count; j++) next[j] = w[j] * k.one_minus_decay - direction(k, raw[j], &m[j], &s[j]);
 }
 
-NOINLINE void push_strip(int64_t count, Line f, uint32_t signs, In w, Out v) {
+INLINE void push_of(int curved, int64_t count, Line f, uint32_t signs, In w, Out v) {
 #pragma omp simd
     for (int64_t j = 0; j < count; j++) {
-        float F, E;
-        grow(f.kappa * f.kappas[j] * fabsf(w[j]), &F, &E);
-        v[j] = 2 * f.c * f.cs[j] * flipped(F, w[j]) + f.lambda * f.lambdas[j] * linear_of(signs, w[j]);
+        float F, E, sum = f.lambda * f.lambdas[j] * linear_of(signs, w[j]);
+        if (curved) grow(f.kappa * f.kappas[j] * fabsf(w[j]), &F, &E), sum += 2 * f.c * f.cs[j] * flipped(F, w[j]);
+        v[j] = sum;
     }
+}
+
+NOINLINE void push_strip(const Call *x, int64_t count, const Line *f, In w, Out v) {
+    if (x->curved) push_of(1, count, *f, signs_of(x), w, v);
+    else push_of(0, count, *f, signs_of(x), w, v);
 }
 
 /* Add A B of one row, four ranks at once. */
@@ -346,125 +364,156 @@ typedef struct {
     float of[SUMS + 1]; /* the last is of the squares of raw gradients */
 } Sums;
 
-/* The sums over the strip of one row; those by column are added to three lines `down`. */
-INLINE Sums sums_of(int64_t count, Line f, int normalized, uint32_t signs, In w, In g, In F, In E, Out d0, Out d1, Out d2) {
+typedef struct {
+    float *by_c, *by_kappa, *by_lambda;
+} Down;
+
+INLINE Sums sums_of(int curved, int normalized, int64_t n, Line f, uint32_t signs, In w, In g, In F, In E, Down to) {
     float s0 = 0, s1 = 0, s2 = 0, s3 = 0, ck = f.c * f.kappa, by = normalized ? f.c : ck;
+    float *restrict d0 = to.by_c, *restrict d1 = to.by_kappa, *restrict d2 = to.by_lambda;
 #pragma omp simd reduction(+ : s0, s1, s2, s3)
-    for (int64_t j = 0; j < count; j++) {
-        float kappa = f.kappas[j], c = f.cs[j], lambda = f.lambdas[j], other = normalized ? c : c * kappa;
-        float by_c = g[j] * F[j], by_lambda = g[j] * linear_of(signs, w[j]), by_kappa = g[j] * w[j] * E[j];
-        if (normalized) by_kappa = g[j] * flipped(difference(f.kappa * kappa * fabsf(w[j]), flipped(F[j], w[j]), E[j]), w[j]);
-        float raw = g[j] * (2 * ck * (c * kappa) * E[j] + linear_slope(signs, f.lambda * lambda, w[j]));
-        s0 += by_c * c, s1 += by_kappa * other, s2 += by_lambda * lambda, s3 += raw * raw;
-        d0[j] += by_c * (2 * f.c), d1[j] += by_kappa * (2 * by), d2[j] += by_lambda * f.lambda; /* F and E are halves */
+    for (int64_t j = 0; j < n; j++) {
+        float lambda = f.lambdas[j], by_lambda = g[j] * linear_of(signs, w[j]);
+        float slope = linear_slope(signs, f.lambda * lambda, w[j]);
+        if (curved) { /* F and E are halves */
+            float kappa = f.kappas[j], c = f.cs[j], other = normalized ? c : c * kappa;
+            float x = f.kappa * kappa * fabsf(w[j]);
+            float by_c = g[j] * F[j], by_kappa = g[j] * w[j] * E[j];
+            if (normalized) by_kappa = g[j] * flipped(difference(x, flipped(F[j], w[j]), E[j]), w[j]);
+            slope += 2 * ck * (c * kappa) * E[j];
+            s0 += by_c * c, s1 += by_kappa * other;
+            d0[j] += by_c * (2 * f.c), d1[j] += by_kappa * (2 * by);
+        }
+        float raw = g[j] * slope;
+        s2 += by_lambda * lambda, s3 += raw * raw;
+        d2[j] += by_lambda * f.lambda;
     }
     return (Sums){{2 * s0, 2 * s1, s2, s3}};
 }
 
-/* Apart, since the difference takes a fifth of the time. */
-NOINLINE Sums sums_plain(int64_t n, Line f, uint32_t signs, In w, In g, In F, In E, Out d0, Out d1, Out d2) {
-    return sums_of(n, f, 0, signs, w, g, F, E, d0, d1, d2);
-}
-NOINLINE Sums sums_normalized(int64_t n, Line f, uint32_t signs, In w, In g, In F, In E, Out d0, Out d1, Out d2) {
-    return sums_of(n, f, 1, signs, w, g, F, E, d0, d1, d2);
+/* The sums over a strip of one row; those by column are added to `down`. */
+NOINLINE Sums sums_strip(const Call *x, int64_t count, const Line *f, In w, In g, In F, In E, Down down) {
+    if (!x->curved) return sums_of(0, 0, count, *f, signs_of(x), w, g, F, E, down);
+    if (x->normalized) return sums_of(1, 1, count, *f, signs_of(x), w, g, F, E, down);
+    return sums_of(1, 0, count, *f, signs_of(x), w, g, F, E, down);
 }
 
-static void norm_row(const Call *call, const Matrix *x, Task task, int64_t index, int64_t i) {
+/* A strip's sums by column stay in the first-level cache for all rows. */
+static void norm_rows(const Call *call, const Matrix *x, Task task, int64_t index) {
     const int64_t wide = x->cols + PAD, size = call->half ? 2 : 4;
-    const uint32_t signs = signs_of(call);
-    Line f = line_of(call, x, call->of_rows, call->of_columns, i);
-    float F[BLOCK], E[BLOCK], copied[BLOCK];
-    for (int64_t from = 0; from < x->cols; from += BLOCK, f = shifted(f, BLOCK)) {
-        const int64_t count = from + BLOCK < x->cols ? BLOCK : x->cols - from, at = i * x->cols + from;
-        const char *grad = (const char *)call->grads[task.item] + at * size;
-        const float *w = x->raw + at, *g = call->half ? copied : (const float *)grad;
-        Out down = call->scratch + task.at + from;
-        if (call->half) copy_in(1, grad, 0, count, copied);
-        prefetch(w, count, 4);
-        exponentials(count, f, w, F, E);
-        prefetch(grad, count, size);
-        Sums sums = (call->normalized ? sums_normalized : sums_plain)(count, f, signs, w, g, F, E, down, down + wide, down + 2 * wide);
-        for (int k = 0; k < SUMS; k++) call->by_rows[k * call->all_rows + x->row + i] += (double)sums.of[k];
-        call->squares[index] += (double)sums.of[SUMS];
+    ARRAY F[SUM_STRIP], E[SUM_STRIP], copied[SUM_STRIP];
+    for (int64_t from = 0; from < x->cols; from += SUM_STRIP) {
+        const int64_t count = from + SUM_STRIP < x->cols ? SUM_STRIP : x->cols - from;
+        float *sums_down = call->scratch + task.at + from;
+        const Down down = {sums_down, sums_down + wide, sums_down + 2 * wide};
+        for (int64_t i = task.start; i < task.stop; i++) {
+            const int64_t at = i * x->cols + from;
+            const Line f = line_of(call, x, call->of_rows, call->of_columns, i, from);
+            const char *grad = (const char *)call->grads[task.item] + at * size;
+            const float *w = x->raw + at, *g = call->half ? copied : (const float *)grad;
+            if (call->half) copy_in(1, grad, 0, count, copied);
+            for (int64_t j = 0; j < count; j += STRIP) {
+                const int64_t part = j + STRIP < count ? STRIP : count - j;
+                const Line of_part = line_of(call, x, call->of_rows, call->of_columns, i, from + j);
+                prefetch(w + j, 2 * x->cols, part, 4);
+                if (call->curved) exponentials(part, &of_part, w + j, F + j, E + j);
+                prefetch(grad + j * size, 2 * x->cols, part, size);
+            }
+            Sums sums = sums_strip(call, count, &f, w, g, F, E, down);
+            for (int k = 0; k < SUMS; k++) call->by_rows[k * call->all_rows + x->row + i] += (double)sums.of[k];
+            call->squares[index] += (double)sums.of[SUMS];
+        }
     }
 }
 
 /* Write the weights of one row's strip, whose raw ones are `w`. */
-static void write_strip(const Call *call, const Matrix *x, Line f, int64_t i, int64_t from, int64_t count, In w) {
+static void write_strip(const Call *call, const Matrix *x, const Line *f, int64_t i, int64_t from, int64_t n, In w) {
     const int64_t at = i * x->cols + from;
-    float copied[BLOCK], *v = call->half ? copied : (float *)x->weight + at;
-    push_strip(count, f, signs_of(call), w, v);
-    if (x->rank) add_delta(count, x, i, from, v);
-    for (int64_t j = 0; call->half && j < count; j++) ((uint16_t *)x->weight)[at + j] = rounded(v[j]);
+    ARRAY copied[STRIP];
+    float *v = call->half ? copied : (float *)x->weight + at;
+    push_strip(call, n, f, w, v);
+    if (x->rank) add_delta(n, x, i, from, v);
+    for (int64_t j = 0; call->half && j < n; j++) ((uint16_t *)x->weight)[at + j] = rounded(v[j]);
 }
 
 static void update_row(const Call *call, const Matrix *x, Task task, int64_t i) {
     const int64_t size = call->half ? 2 : 4;
-    Line f = line_of(call, x, call->of_rows, call->of_columns, i);
-    Line n = line_of(call, x, call->new_rows, call->new_columns, i);
-    float F[BLOCK], E[BLOCK], raw[BLOCK], copied[BLOCK];
-    for (int64_t from = 0; from < x->cols; from += BLOCK, f = shifted(f, BLOCK), n = shifted(n, BLOCK)) {
-        const int64_t count = from + BLOCK < x->cols ? BLOCK : x->cols - from, at = i * x->cols + from;
+    ARRAY raw[STRIP], copied[STRIP], unused[STRIP];
+    for (int64_t from = 0; from < x->cols; from += STRIP) {
+        const Line f = line_of(call, x, call->of_rows, call->of_columns, i, from);
+        const Line n = line_of(call, x, call->new_rows, call->new_columns, i, from);
+        const int64_t count = from + STRIP < x->cols ? STRIP : x->cols - from, at = i * x->cols + from;
         const char *grad = (const char *)call->grads[task.item] + at * size;
         float *w = x->raw + at, *m = x->exp_avg + at, *s = x->exp_avg_sq + at;
         const float *g = call->half ? copied : (const float *)grad;
         if (call->half) copy_in(1, grad, 0, count, copied);
-        prefetch(w, count, 4);
-        exponentials(count, f, w, F, E);
-        prefetch(grad, count, size);
-        pull_strip(count, f, call->step.clip, signs_of(call), w, E, g, raw);
-        prefetch(m, count, 4);
-        adamw(count, call->step, raw, w, m, s, call->moves ? w : F);
-        prefetch(s, count, 4);
-        prefetch(x->weight + at * size, count, size);
-        if (call->moves) write_strip(call, x, n, i, from, count, w);
+        prefetch(w, AHEAD, count, 4);
+        prefetch(grad, AHEAD, count, size);
+        pull_strip(call, count, &f, w, g, raw);
+        prefetch(m, AHEAD, count, 4);
+        prefetch(s, AHEAD, count, 4);
+        adamw(count, call->step, raw, w, m, s, call->moves ? w : unused);
+        prefetch(x->weight + at * size, AHEAD, count, size);
+        if (call->moves) write_strip(call, x, &n, i, from, count, w);
     }
 }
 
 static void pull_row(const Call *call, const Matrix *x, Task task, int64_t i) {
-    Line f = line_of(call, x, call->of_rows, call->of_columns, i);
     Out out = call->scratch + task.at + (i - task.start) * x->cols;
-    float F[BLOCK], E[BLOCK], g[BLOCK];
-    for (int64_t from = 0; from < x->cols; from += BLOCK, f = shifted(f, BLOCK)) {
-        const int64_t count = from + BLOCK < x->cols ? BLOCK : x->cols - from, at = i * x->cols + from;
+    ARRAY g[STRIP];
+    for (int64_t from = 0; from < x->cols; from += STRIP) {
+        const Line f = line_of(call, x, call->of_rows, call->of_columns, i, from);
+        const int64_t count = from + STRIP < x->cols ? STRIP : x->cols - from, at = i * x->cols + from;
         copy_in(call->half, call->grads[task.item], at, count, g);
-        exponentials(count, f, x->raw + at, F, E);
-        pull_strip(count, f, call->step.clip, signs_of(call), x->raw + at, E, g, out + from);
+        pull_strip(call, count, &f, x->raw + at, g, out + from);
     }
 }
 
 static void push_row(const Call *call, const Matrix *x, int64_t i) {
-    Line f = line_of(call, x, call->of_rows, call->of_columns, i);
-    for (int64_t from = 0; from < x->cols; from += BLOCK, f = shifted(f, BLOCK)) {
-        const int64_t count = from + BLOCK < x->cols ? BLOCK : x->cols - from;
-        write_strip(call, x, f, i, from, count, x->raw + i * x->cols + from);
+    for (int64_t from = 0; from < x->cols; from += STRIP) {
+        const Line f = line_of(call, x, call->of_rows, call->of_columns, i, from);
+        const int64_t count = from + STRIP < x->cols ? STRIP : x->cols - from;
+        write_strip(call, x, &f, i, from, count, x->raw + i * x->cols + from);
     }
 }
 
-/* Add the gradients of A's rows, g B^T, and the part of B's gradient from the rows of a task, A^T g. A block of columns
+typedef struct {
+    float of[BAND];
+} Band;
+
+/* The products of rows of g with one of B, and what they add to a gradient of B. */
+NOINLINE Band delta_sums(int64_t count, const float *a, In b, In g0, In g1, In g2, In g3, Out down) {
+    float a0 = a[0], a1 = a[1], a2 = a[2], a3 = a[3], s0 = 0, s1 = 0, s2 = 0, s3 = 0;
+#pragma omp simd reduction(+ : s0, s1, s2, s3)
+    for (int64_t j = 0; j < count; j++) {
+        s0 += g0[j] * b[j], s1 += g1[j] * b[j], s2 += g2[j] * b[j], s3 += g3[j] * b[j];
+        down[j] += a0 * g0[j] + a1 * g1[j] + (a2 * g2[j] + a3 * g3[j]);
+    }
+    return (Band){{s0, s1, s2, s3}};
+}
+
+/* Add the gradients of A's rows, g B^T, and the part of B's gradient from the rows of a task, A^T g. A strip of columns
    stays in the first-level cache for all rows. */
 static void delta_rows(const Call *call, const Matrix *x, Task task) {
-    float g[BAND][BLOCK];
+    ARRAY copied[BAND][SUM_STRIP];
+    const float *g[BAND];
     const int64_t cols = x->cols, rank = x->rank;
-    for (int64_t from = 0; from < cols; from += BLOCK) {
-        int64_t count = from + BLOCK < cols ? BLOCK : cols - from;
+    for (int64_t from = 0; from < cols; from += SUM_STRIP) {
+        int64_t count = from + SUM_STRIP < cols ? SUM_STRIP : cols - from;
         for (int64_t i = task.start; i < task.stop; i += BAND) {
             int64_t rows = i + BAND < task.stop ? BAND : task.stop - i;
-            if (rows < BAND) memset(g, 0, sizeof g);
-            for (int64_t k = 0; k < rows; k++)
-                copy_in(call->half, call->grads[task.item], (i + k) * cols + from, count, g[k]);
+            if (rows < BAND) memset(copied, 0, sizeof copied);
+            for (int64_t k = 0; k < BAND; k++) {
+                const int64_t at = (i + k) * cols + from;
+                g[k] = call->half || k >= rows ? copied[k] : (const float *)call->grads[task.item] + at;
+                if (call->half && k < rows) copy_in(1, call->grads[task.item], at, count, copied[k]);
+            }
             for (int64_t r = 0; r < rank; r++) {
-                float a[BAND] = {0}, s0 = 0, s1 = 0, s2 = 0, s3 = 0;
-                const float *b = x->b + r * cols + from;
-                float *down = call->scratch + task.at + (SUMS + r) * (cols + PAD) + from;
+                float a[BAND] = {0};
                 for (int64_t k = 0; k < rows; k++) a[k] = x->a[(i + k) * rank + r];
-#pragma omp simd reduction(+ : s0, s1, s2, s3)
-                for (int64_t j = 0; j < count; j++) {
-                    s0 += g[0][j] * b[j], s1 += g[1][j] * b[j], s2 += g[2][j] * b[j], s3 += g[3][j] * b[j];
-                    down[j] += a[0] * g[0][j] + a[1] * g[1][j] + (a[2] * g[2][j] + a[3] * g[3][j]);
-                }
-                const float sums[BAND] = {s0, s1, s2, s3};
-                for (int64_t k = 0; k < rows; k++) x->by_a[(i + k) * rank + r] += sums[k];
+                float *down = call->scratch + task.at + (SUMS + r) * (cols + PAD) + from;
+                Band sums = delta_sums(count, a, x->b + r * cols + from, g[0], g[1], g[2], g[3], down);
+                for (int64_t k = 0; k < rows; k++) x->by_a[(i + k) * rank + r] += sums.of[k];
             }
         }
     }
@@ -472,9 +521,9 @@ static void delta_rows(const Call *call, const Matrix *x, Task task) {
 
 NOINLINE void product_task(const Call *call, Task task, int64_t index) {
     const Matrix *x = &call->matrices[task.item];
-    for (int64_t i = task.start; i < task.stop; i++) {
-        if (call->kind == PRODUCT + NORM) norm_row(call, x, task, index, i);
-        else if (call->kind == PRODUCT + STEP) update_row(call, x, task, i);
+    if (call->kind == PRODUCT + NORM) norm_rows(call, x, task, index);
+    for (int64_t i = task.start; call->kind != PRODUCT + NORM && i < task.stop; i++) {
+        if (call->kind == PRODUCT + STEP) update_row(call, x, task, i);
         else if (call->kind == PRODUCT + PULL) pull_row(call, x, task, i);
         else push_row(call, x, i);
     }

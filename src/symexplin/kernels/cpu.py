@@ -63,7 +63,7 @@ class _Call(ctypes.Structure):
         ("grads", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("plain", "moves")),
         *((name, ctypes.c_void_p) for name in ("weights", "exp_avgs", "exp_avg_sqs", "masters", "matrices")),
-        *((name, ctypes.c_int64) for name in ("magnitude", "normalized", "all_rows", "all_columns")),
+        *((name, ctypes.c_int64) for name in ("curved", "magnitude", "normalized", "all_rows", "all_columns")),
         *(
             (name, ctypes.c_void_p)
             for name in ("of_rows", "of_columns", "new_rows", "new_columns", "by_rows", "by_columns")
@@ -172,7 +172,7 @@ class _CpuProductPlan(ProductPlan):
                 *(map(Tensor.data_ptr, delta) if delta else (0,) * 4),
             )
         )
-        self._call = call = _Call(half=matrices.half, magnitude=matrices.magnitude)
+        self._call = call = _Call(half=matrices.half, curved=matrices.curved, magnitude=matrices.magnitude)
         call.normalized, call.matrices = matrices.normalized, _address(self._table)
         call.all_rows, call.all_columns = matrices.counts
         self._tasks = _cut(heights, widths, _TILE)

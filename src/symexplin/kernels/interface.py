@@ -146,6 +146,7 @@ class Matrices(NamedTuple):
     half: bool  # whether weights are in bfloat16
     magnitude: bool
     normalized: bool = False  # what the sums for kappa are of, see :meth:`ProductPlan.norm`
+    curved: bool = True  # whether there is an exponential pathway; without one, kernels need not compute it
     deltas: Sequence[Delta | None] | None = None
     moments: Sequence[Sequence[Tensor]] = ()  # exp_avg and exp_avg_sq, for :meth:`ProductPlan.update`
     device: torch.device = torch.device("cpu")

@@ -144,6 +144,7 @@ class ProductPack(Pack):
                 counts=self.scales.counts,
                 half=self.entries[0].is_half,
                 device=self.entries[0].value.device,
+                curved=self.scales.spec.config.mode != "linear",
                 magnitude=self.scales.spec.config.mode == "mismatch",
                 normalized=divides(self.scales.spec),
                 deltas=deltas if any(deltas) else None,
