@@ -171,7 +171,7 @@ class _ProductBatch(_KernelBatch):
         self._plan.take(self._matrices(self._grads))
         self._factors = self._scales.factors()
         norm, sums = self._plan.norm(self._factors)
-        of_scales = self._scales.pull(self._factors, sums, self._resting)
+        of_scales = self._scales.pull(sums, self._resting)
         if self._is_split:  # these are partial sums
             return norm
         total: Tensor = torch.linalg.vector_norm(torch.stack([norm, of_scales.to(norm)]))
@@ -186,11 +186,11 @@ class _ProductBatch(_KernelBatch):
         if self.rule.is_adamw:
             rates = self.rates()
             self._scales.update(rates, clip, self._resting)
-            self._plan.update(rates, clip, self._factors, self._scales.factors())
+            self._plan.update(rates, clip, self._factors, self._scales.factors(new=True))
         else:
             if scales := self.scale_leaves(clip):
                 yield scales
-            new = self._scales.factors()
+            new = self._scales.factors(new=True)
             if not self._parts:
                 self._parts = [(i, j, self._pack.plan(self.entries[i:j])) for i, j in self.parts()]
             for start, stop, plan in self._parts:

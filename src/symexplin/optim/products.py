@@ -12,6 +12,7 @@ batch at once: a fixed number of operations, whatever their number.
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ _SIGNS = {"mismatch": 1.0, "congruent": 1.0, "oppose": -1.0, "exp_only": 0.0, "l
 _PRODUCTS = ("fixed", "global", "row", "column", "row_col_mult")
 _SUMS = ("fixed", "global", "row", "column", "row_col_add")  # of logarithms, whose exponentials are products
 _KAPPA, _C, _LAMBDA = range(3)  # lines of a table of factors
+_BY_C, _BY_KAPPA, _BY_LAMBDA = range(3)  # and of sums
 _LINES = {"m": (_KAPPA,), "e": (_C,), "n": (_C,), "l": (_LAMBDA,), "s": (_C, _LAMBDA)}  # that a role multiplies
 
 
@@ -96,6 +98,30 @@ class _Numbers(NamedTuple):
             self.gradient.copy_(torch.segment_reduce(operator(a, b), "sum", lengths=self.counts, unsafe=True))
 
 
+class _Table(NamedTuple):
+    """Kappa, c and lambda of all rows and of all columns, and views of what belongs to each of the numbers."""
+
+    factors: Factors
+    parts: list[Tensor]  # (3, n)
+    layers: list[tuple[list[Tensor], list[int]]]  # lines that do not overlap, and the numbers that multiply them
+
+    @classmethod
+    def of(cls, factors: Factors, all_numbers: Sequence[_Numbers]) -> "_Table":
+        """Return a table in this memory."""
+        parts = [factors[not numbers.is_row][:, numbers.at] for numbers in all_numbers]
+        layers: list[tuple[list[Tensor], list[int]]] = []
+        depths: Counter[tuple[bool, int]] = Counter()
+        for i, numbers in enumerate(all_numbers):
+            for line in _LINES[numbers.role]:
+                depth = depths[numbers.is_row, line]
+                depths[numbers.is_row, line] += 1
+                if depth == len(layers):
+                    layers.append(([], []))
+                layers[depth][0].append(parts[i][line])
+                layers[depth][1].append(i)
+        return cls(factors, parts, layers)
+
+
 class _Place(NamedTuple):
     """A learned tensor of a parameter, and which of the packed numbers it has."""
 
@@ -142,10 +168,6 @@ class PackedScales:
         starts = [list(itertools.accumulate(of, initial=0)) for of in lengths]
         self._starts = starts
         self.counts = starts[0][-1], starts[1][-1]
-        device, (kappa, c, linear) = self.values.device, fixed_factors(self.spec)
-        ones = torch.ones(3, self.counts[1], dtype=torch.float32, device=device)
-        fixed = torch.tensor([[kappa], [c], [linear]], dtype=torch.float32, device=device).repeat(1, self.counts[0])
-        self._fixed = fixed, ones
         index = {id(entry): i for i, entry in enumerate(self.entries)}
         self._numbers: list[_Numbers] = []
         ends: dict[str, tuple[ScaleTensor, int, int]] = {}  # by role
@@ -161,6 +183,13 @@ class PackedScales:
             whole = slice(side[owners[0]], side[owners[-1] + 1])
             numbers = _Numbers(key[0], is_row, whole, self.values[flat], self.gradient[flat])
             self._numbers.append(_shared(numbers, of) if key[1] == "global" else numbers)
+        device = self.values.device
+        ones = torch.ones(3, self.counts[1], dtype=torch.float32, device=device)
+        fixed = torch.tensor(fixed_factors(self.spec), dtype=torch.float32, device=device)
+        fixed = fixed[:, None].repeat(1, self.counts[0])
+        self._fixed, self._old, self._new = (
+            _Table.of((fixed.clone(), ones.clone()), self._numbers) for _ in ("fixed", "old", "new")
+        )
         return [(tensor, slice(start, stop)) for tensor, start, stop in ends.values()]
 
     def starts(self, is_row: bool, chosen: set[int]) -> Iterator[int]:
@@ -172,13 +201,17 @@ class PackedScales:
             size = _length(entry, is_row) // max(1, count)
             yield from (start + k * size for k in range(count))
 
-    def factors(self) -> Factors:
-        """Return kappa, c and lambda of all rows and of all columns under the present scales."""
-        rows, columns = found = self._fixed[0].clone(), self._fixed[1].clone()
-        self._learned = {(n.role, n.is_row): n.spread(self._multiplier(n)) for n in self._numbers}
-        for numbers in self._numbers:
-            for line in _LINES[numbers.role]:
-                found[not numbers.is_row][line, numbers.at].mul_(self._learned[numbers.role, numbers.is_row])
+    def factors(self, *, new: bool = False) -> Factors:
+        """Return kappa, c and lambda of all rows and of all columns under the present scales.
+
+        The next call with the same `new` writes to the same memory.
+        """
+        table = self._new if new else self._old
+        rows, columns = table.factors
+        torch._foreach_copy_([rows, columns], list(self._fixed.factors))
+        self._learned = [numbers.spread(self._multiplier(numbers)) for numbers in self._numbers]
+        for lines, places in table.layers:
+            torch._foreach_mul_(lines, [self._learned[i] for i in places])
         if divides(self.spec):
             rows[1:].div_(rows[0])
             columns[1:].div_(columns[0])
@@ -190,8 +223,8 @@ class PackedScales:
             return torch.exp(-numbers.values)
         return torch.exp(numbers.values) if self.spec.is_log(numbers.role) else numbers.values
 
-    def pull(self, factors: Factors, sums: Factors, resting: Tensor | None) -> Tensor:
-        """Write the gradients of the scales, given :meth:`factors` and a kernel's sums over rows and columns.
+    def pull(self, sums: Factors, resting: Tensor | None) -> Tensor:
+        """Write the gradients of the scales, given a kernel's sums over rows and columns under :meth:`factors`.
 
         Those of `resting` numbers (a mask) stay. Return the norm of the others.
 
@@ -200,25 +233,24 @@ class PackedScales:
         """
         before = None if resting is None else self.gradient.clone()
         by = [side.to(torch.float32) for side in sums]
-        for numbers in self._numbers:
-            side, at = not numbers.is_row, numbers.at
-            kappa, c, linear = factors[side][:, at]
-            by_c, by_kappa, by_linear = by[side][:, at]
-            if numbers.role == "m" and divides(self.spec):
-                numbers.write(torch.sub, by_kappa * c, by_linear * linear)
+        is_divided = divides(self.spec)
+        for i, numbers in enumerate(self._numbers):
+            role, factors, part = numbers.role, self._old.parts[i], by[not numbers.is_row][:, numbers.at]
+            if role == "m" and is_divided:
+                numbers.write(torch.sub, part[_BY_KAPPA] * factors[_C], part[_BY_LAMBDA] * factors[_LAMBDA])
                 if not self.spec.is_log("m"):
                     numbers.gradient.div_(numbers.values)
-            elif numbers.role == "m":  # kappa/m is what m multiplies
-                multiplied = kappa if self.spec.is_log("m") else self._fixed[side][_KAPPA, at]
-                numbers.write(torch.mul, by_kappa * c, multiplied)
-            elif numbers.role == "n":
-                numbers.write(torch.mul, by_c, c)
+            elif role == "m":  # kappa/m is what m multiplies
+                multiplied = (factors if self.spec.is_log("m") else self._fixed.parts[i])[_KAPPA]
+                numbers.write(torch.mul, part[_BY_KAPPA] * factors[_C], multiplied)
+            elif role == "n":
+                numbers.write(torch.mul, part[_BY_C], factors[_C])
                 numbers.gradient.neg_()
             else:
                 pairs = []
-                for line in _LINES[numbers.role]:
-                    of = by_c if line == _C else by_linear
-                    pairs.append((of / kappa if divides(self.spec) else of, self._others(numbers, line, at)))
+                for line in _LINES[role]:
+                    of = part[_BY_C if line == _C else _BY_LAMBDA]
+                    pairs.append((of / factors[_KAPPA] if is_divided else of, self._others(i, line)))
                 if len(pairs) == 1:
                     numbers.write(torch.mul, *pairs[0])
                 else:
@@ -230,17 +262,20 @@ class PackedScales:
         norm: Tensor = torch.linalg.vector_norm(own)
         return norm
 
-    def _others(self, numbers: _Numbers, line: int, at: slice) -> Tensor:
-        """Return what a role multiplies in a line of its rows or columns."""
-        product = self._fixed[not numbers.is_row][line]
+    def _others(self, i: int, line: int) -> Tensor:
+        """Return what numbers multiply in a line of their rows or columns."""
+        numbers = self._numbers[i]
         others = [
-            n for n in self._numbers if n.is_row == numbers.is_row and line in _LINES[n.role] and n.role != numbers.role
+            (n.at, learned)
+            for n, learned in zip(self._numbers, self._learned, strict=True)
+            if n.is_row == numbers.is_row and line in _LINES[n.role] and n.role != numbers.role
         ]
-        if others:
-            product = product.clone()
-        for other in others:
-            product[other.at].mul_(self._learned[other.role, other.is_row])
-        return product[at]
+        if not others:
+            return self._fixed.parts[i][line]
+        product = self._fixed.factors[not numbers.is_row][line].clone()
+        for at, learned in others:
+            product[at].mul_(learned)
+        return product[numbers.at]
 
     def update(self, rates: Rates, clip: Tensor | None, resting: Tensor | None) -> None:
         """Apply AdamW to all numbers but the `resting` ones (a mask)."""
