@@ -299,14 +299,11 @@ INLINE float linear_slope(uint32_t signs, float lambda, float w) {
    only so far: all of them in one loop take half as long again. Functions ending in _of are compiled for each constant.
    A Line as an argument would wait for its copy on the stack. */
 
-/* F = expm1(x)/2 with the sign of w, and E = exp(x)/2. */
+/* F = expm1(x)/2 and E = exp(x)/2. */
 NOINLINE void exponentials(int64_t count, const Line *line, In w, Out F, Out E) {
     const Line f = *line;
 #pragma omp simd
-    for (int64_t j = 0; j < count; j++) {
-        grow(f.kappa * f.kappas[j] * fabsf(w[j]), &F[j], &E[j]);
-        F[j] = flipped(F[j], w[j]);
-    }
+    for (int64_t j = 0; j < count; j++) grow(f.kappa * f.kappas[j] * fabsf(w[j]), &F[j], &E[j]);
 }
 
 INLINE void pull_of(int curved, int64_t count, Line f, float scale, uint32_t signs, In w, In g, Out raw) {
@@ -377,9 +374,8 @@ INLINE Sums sums_of(int curved, int normalized, int64_t n, Line f, uint32_t sign
         float slope = linear_slope(signs, f.lambda * lambda, w[j]);
         if (curved) { /* F and E are halves */
             float kappa = f.kappas[j], c = f.cs[j], other = normalized ? c : c * kappa;
-            float x = f.kappa * kappa * fabsf(w[j]);
-            float by_c = g[j] * F[j], by_kappa = g[j] * w[j] * E[j];
-            if (normalized) by_kappa = g[j] * flipped(difference(x, flipped(F[j], w[j]), E[j]), w[j]);
+            float flip = flipped(g[j], w[j]), by_c = flip * F[j], by_kappa = g[j] * w[j] * E[j];
+            if (normalized) by_kappa = flip * difference(f.kappa * kappa * fabsf(w[j]), F[j], E[j]);
             slope += 2 * ck * (c * kappa) * E[j];
             s0 += by_c * c, s1 += by_kappa * other;
             d0[j] += by_c * (2 * f.c), d1[j] += by_kappa * (2 * by);
