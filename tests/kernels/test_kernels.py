@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from builds import BUILDS, TRITON, kernels
+from builds import CAPABILITIES, TRITON, kernels
 from states import STATES, entered
 from symexplin.closed import Closed
 from symexplin.kernels.interface import Delta, Matrices, Rates, Tensors
@@ -24,15 +24,11 @@ WAYS = pytest.mark.parametrize("way", ["update", "push"])
 MAPS = pytest.mark.parametrize("closed", [CLOSED, None], ids=["curved", "plain"])
 
 
-def name_of(build):
-    return "-".join(filter(None, build))
-
-
-@pytest.fixture(params=[*BUILDS, TRITON], ids=name_of)
+@pytest.fixture(params=[*CAPABILITIES, TRITON])
 def build(request):
     threads = torch.get_num_threads()
     torch.manual_seed(0)
-    yield kernels(*request.param)
+    yield kernels(request.param)
     torch.set_num_threads(threads)
 
 
@@ -313,9 +309,8 @@ SLOW = ("mismatch, half", "oppose", "exp_only", "linear")
 
 @pytest.mark.parametrize(
     ("build", "case"),
-    [*itertools.product(BUILDS, CASES), *((TRITON, case) for case in SLOW)],
+    [*itertools.product(CAPABILITIES, CASES), *((TRITON, case) for case in SLOW)],
     indirect=["build"],
-    ids=lambda part: part if isinstance(part, str) else name_of(part),
 )
 def test_products_follow_autograd(build, case):
     dtype, magnitude, rank, means = CASES[case]

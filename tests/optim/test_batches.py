@@ -11,15 +11,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import symexplin as sel
+from builds import NEEDS_C
 from networks import Experts, strong
 from symexplin.kernels import cpu, gpu, using
-from symexplin.kernels.compiler import find_compiler
 from symexplin.optim.batch import Pack
 
 INTERPRETS = find_spec("triton") is not None and not torch.cuda.is_available()
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 PATHS = [
-    pytest.param("c", marks=pytest.mark.skipif(find_compiler() is None, reason="needs a C compiler")),
+    pytest.param("c", marks=NEEDS_C),
     pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETS, reason="needs Triton, and no GPU")),
     pytest.param("cuda", marks=GPU),
 ]
@@ -268,7 +268,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.skipif(find_compiler() is None, reason="needs a C compiler")
+@NEEDS_C
 @pytest.mark.parametrize("key", CONFIGS)
 def test_the_operators_of_a_step_are_few_for_any_depth(key, monkeypatch):
     """On a GPU each takes longer to launch than to run."""

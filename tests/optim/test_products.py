@@ -5,11 +5,12 @@ import torch
 from torch import nn
 
 import symexplin as sel
+from builds import NEEDS_C
 from networks import Experts, strong
 from symexplin.kernels import cpu
 from symexplin.optim.products import PackedScales, is_product
 
-pytestmark = pytest.mark.skipif(cpu.load() is None, reason="needs a C compiler")
+pytestmark = NEEDS_C
 CONFIGS = {
     "paper": strong("paper"),
     "absorbed": strong("absorbed"),

@@ -62,7 +62,8 @@ enum { FLOAT, HALF }; /* weights and gradients */
    ends take time, and the shorter ones between which later entries are fetched into the second-level cache. AHEAD:
    entries from what is read to those. PAD makes the addresses of sums differ modulo 4096. */
 enum { BLOCK = 256, BAND = 4, PAD = 48, SUM_STRIP = 1024, STRIP = 128, AHEAD = 2048 };
-const int64_t sel_pad = PAD, sel_call_size = sizeof(Call);
+const int64_t sel_pad = PAD;
+const char sel_digest[] = DIGEST; /* of this file, from hatch_build.py */
 
 INLINE uint32_t bits_of(float x) { return ((union { float x; uint32_t bits; }){x}).bits; }
 INLINE float from_bits(uint32_t bits) { return ((union { uint32_t bits; float x; }){bits}).x; }

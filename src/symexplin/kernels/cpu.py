@@ -1,4 +1,6 @@
-"""Compiled C kernels on CPUs (`cpu.c`), called through ctypes: the closed form, and maps of row and column factors.
+"""C kernels on CPUs (`cpu.c`), called through ctypes: the closed form, and maps of row and column factors.
+
+They are compiled when the package is built (`hatch_build.py`), for several instruction sets.
 
 PyTorch's operations (:mod:`symexplin.closed` and :mod:`symexplin.transform`) are the definition.
 """
@@ -6,6 +8,8 @@ PyTorch's operations (:mod:`symexplin.closed` and :mod:`symexplin.transform`) ar
 import array
 import ctypes
 import functools
+import hashlib
+import platform
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,8 +19,6 @@ import torch
 from torch import Tensor
 
 from symexplin.closed import Closed
-from symexplin.kernels.check import attempt, is_right
-from symexplin.kernels.compiler import load_library
 from symexplin.kernels.interface import (
     ClosedPlan,
     Delta,
@@ -38,11 +40,13 @@ _TILE, _NORM_TILE = 2**14, 2**18  # entries of a task; a norm's also writes sums
 # Entries per thread, by kind of task: starting a thread costs as much as about 2^16 entries. Between pull and push,
 # torch's threads run the rule and then spin for a while; if they occupy all cores, our threads wait for them.
 _ENTRIES_PER_THREAD = (2**16, 2**16, 2**20, 2**20)
-_NO_COMPILER = (
-    "symexplin has no compiled kernels here ({reason}): PyTorch's operations run on the CPU instead, and an optimizer "
-    "step takes 3 to 160 times as long as torch's AdamW. Install a C compiler (gcc or clang), correct CC and "
-    "SYMEXPLIN_CPU_TARGET if they are set, or set SYMEXPLIN_KERNELS=readable to choose PyTorch's operations"
+_LEVELS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}  # by what torch names a processor's capability
+_NO_KERNELS = (
+    "symexplin has no C kernels here ({reason}): PyTorch's operations run on the CPU instead, and an optimizer step "
+    "takes 3 to 160 times as long as torch's AdamW. {remedy}. SYMEXPLIN_KERNELS=readable chooses PyTorch's operations"
 )
+_REBUILD = "With a C compiler on Linux or macOS, build it again: pip install --force-reinstall --no-cache-dir"
+_REBUILD_HERE = "Build it again: pip install -e ."
 
 
 class _Step(ctypes.Structure):
@@ -256,23 +260,33 @@ def kernels_of(library: ctypes.CDLL, name: str) -> Kernels:
     return Kernels(name, functools.partial(_CpuClosedPlan, functions), functools.partial(_CpuProductPlan, functions))
 
 
+def path_of(capability: str) -> Path:
+    """Return the library for what torch names a processor's capability."""
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    return _SOURCE.with_name(f"cpu-{_LEVELS.get(capability, 'x86-64-v2') if is_x86 else 'baseline'}.so")
+
+
 @functools.cache
 def load() -> Kernels | None:
-    """Return the compiled kernels, or None with one warning if there is no compiler or the kernels are wrong.
+    """Return the kernels for this processor, or None with one warning if the package was built without them.
 
     >>> kernels = load()
     >>> kernels is None or kernels.name.startswith("compiled C")
     True
     """
-    kernels = attempt(lambda: load_library(_SOURCE, _right_kernels_of))
-    if isinstance(kernels, str):
-        warnings.warn(_NO_COMPILER.format(reason=kernels), stacklevel=2)
+    path = path_of(torch.backends.cpu.get_cpu_capability())
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        reason = str(error) if path.exists() else f"the package was built without {path.name}"
+        warnings.warn(_NO_KERNELS.format(reason=reason, remedy=_REBUILD), stacklevel=2)
         return None
-    return kernels
+    if _digest_of(library) != hashlib.sha256(_SOURCE.read_bytes()).hexdigest():
+        reason = f"{_SOURCE.name} has changed since the package was built"
+        warnings.warn(_NO_KERNELS.format(reason=reason, remedy=_REBUILD_HERE), stacklevel=2)
+        return None
+    return kernels_of(library, f"compiled C, {path.stem.removeprefix('cpu-')}")
 
 
-def _right_kernels_of(library: ctypes.CDLL, compiler: str) -> Kernels:
-    kernels = kernels_of(library, f"compiled C ({compiler})")
-    if _constant(library, "sel_call_size") != ctypes.sizeof(_Call) or not is_right(kernels, _CPU):
-        raise RuntimeError(f"kernels compiled by {compiler} give wrong results")
-    return kernels
+def _digest_of(library: ctypes.CDLL) -> str:
+    return (ctypes.c_char * 64).in_dll(library, "sel_digest").value.decode()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from symexplin.closed import Closed
-from symexplin.kernels.check import attempt, is_right
+from symexplin.kernels.check import is_right
 from symexplin.kernels.interface import (
     ClosedPlan,
     Delta,
@@ -269,17 +269,15 @@ def triton_kernels() -> Kernels:
 @functools.cache
 def load(device: torch.device) -> Kernels | None:
     """Return the kernels, or None with one warning if they do not run on a device or are wrong there."""
-    kernels = attempt(functools.partial(_right_kernels_on, device))
-    if isinstance(kernels, str):
-        warnings.warn(_NO_TRITON.format(device=device, reason=kernels), stacklevel=2)
+    try:
+        if importlib.util.find_spec("triton") is None:
+            raise RuntimeError("Triton is not installed")
+        kernels = triton_kernels()
+        if not is_right(kernels, device):
+            raise RuntimeError(f"{kernels.name} gives wrong results")
+    except Exception as error:  # of Triton's compiler
+        reason = str(error) if type(error) is RuntimeError else f"{type(error).__name__}: {error}"
+        reason = " ".join(reason.split()).removesuffix(":")[:600]
+        warnings.warn(_NO_TRITON.format(device=device, reason=reason), stacklevel=2)
         return None
-    return kernels
-
-
-def _right_kernels_on(device: torch.device) -> Kernels:
-    if importlib.util.find_spec("triton") is None:
-        raise RuntimeError("Triton is not installed")
-    kernels = triton_kernels()
-    if not is_right(kernels, device):
-        raise RuntimeError(f"{kernels.name} gives wrong results")
     return kernels
