@@ -94,7 +94,7 @@ INLINE void grow(float x, float *F, float *E) {
     const float SHIFT = 0x1.8p23f + 126;
     float shifted = x * 1.44269504f + SHIFT, k = shifted - SHIFT;
 #ifdef FP_FAST_FMAF
-    float p = expm1_near(x - k * 0.693147181f);
+    float p = expm1_near(fmaf(-k, 0.693147181f, x));
 #else
     float p = expm1_near((x - k * 0.693359375f) + k * 2.12194440e-4f);
 #endif

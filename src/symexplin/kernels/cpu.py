@@ -43,10 +43,11 @@ _ENTRIES_PER_THREAD = (2**16, 2**16, 2**20, 2**20)
 _LEVELS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}  # by what torch names a processor's capability
 _NO_KERNELS = (
     "symexplin has no C kernels here ({reason}): PyTorch's operations run on the CPU instead, and an optimizer step "
-    "takes 3 to 160 times as long as torch's AdamW. {remedy}. SYMEXPLIN_KERNELS=readable chooses PyTorch's operations"
+    "takes 3 to 160 times as long as torch's AdamW. {remedy} builds it again. SYMEXPLIN_KERNELS=readable chooses "
+    "PyTorch's operations"
 )
-_REBUILD = "With a C compiler on Linux or macOS, build it again: pip install --force-reinstall --no-cache-dir"
-_REBUILD_HERE = "Build it again: pip install -e ."
+_REBUILD = "With a C compiler on Linux or macOS, pip install --force-reinstall --no-cache-dir"
+_REBUILD_HERE = "pip install -e . in its folder"
 
 
 class _Step(ctypes.Structure):
