@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from symexplin.config import DECAYED_ROLES, SELConfig
-from symexplin.modes import Scales, Value
-from symexplin.transform import compute_dtype, forward, invert, pullback, summed
+from symexplin.modes import Scales, Value, pullback
+from symexplin.transform import compute_dtype, forward, invert
 
 __all__ = [
     *("Curved", "CurvedBase", "Map", "ScaleTensor"),
@@ -256,16 +256,18 @@ class Curved(NamedTuple):
 
     def slope(self) -> Tensor:
         """Return d w_eff / d w at every raw weight."""
-        return pullback(self.map.config.mode, self.raw, self.scales(), torch.ones_like(self.raw), frozenset())["w"]
+        return pullback(lambda raw: self._replace(raw=raw).effective(), torch.ones_like(self.raw), self.raw)[0]
 
     def pullback(self, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return gradients by the raw weight and by each scale's tensor for a gradient `g` of the effective weight."""
-        tensors, scales = self.map.tensors, self.scales()
-        wanted = frozenset("kappa" if tensor.role == "m" else tensor.role for tensor in tensors)
-        pulled = pullback(self.map.config.mode, self.raw, scales, g.to(self.raw.dtype), wanted)
-        if "kappa" in pulled:
-            pulled["m"] = pulled.pop("kappa") * (scales.kappa if self.map.is_log("m") else self.map.beta)
-        return pulled["w"], {tensor.name: self._contract(tensor, pulled[tensor.role]) for tensor in tensors}
+        names = [tensor.name for tensor in self.map.tensors]
+
+        def effective(raw: Tensor, *tensors: Tensor) -> Tensor:
+            return Curved(self.map, raw, dict(zip(names, tensors, strict=True))).effective()
+
+        parts = self.raw, *(self.tensors[name] for name in names)
+        raw, *tensors = pullback(effective, g.to(self.raw.dtype), *parts)
+        return raw, dict(zip(names, tensors, strict=True))
 
     def _value(self, role: str) -> Value:
         """Return a scale, or kappa for the absorbed curvature."""
@@ -282,26 +284,16 @@ class Curved(NamedTuple):
         return functools.reduce(torch.add if pattern == "row_col_add" else torch.mul, values)
 
     def _spread(self, tensor: ScaleTensor) -> Tensor:
-        """Return a tensor with all dimensions of the raw weight, those that it lacks of size 1."""
-        value = self.tensors[tensor.name]
+        """Return a tensor with all dimensions of the raw weight; of those that it lacks, the largest has size 1.
+
+        Its gradient is summed over one dimension at a time: torch splits a sum over everything among its threads.
+        """
+        value, lacks = self.tensors[tensor.name], sorted(tensor.lacks, key=lambda dim: self.raw.shape[dim])
         for dim in tensor.lacks:
             value = value.unsqueeze(dim)
+        for dim in lacks[:-1]:
+            value = value.expand(*(self.raw.shape[dim] if k == dim else n for k, n in enumerate(value.shape)))
         return value
-
-    def _contract(self, tensor: ScaleTensor, g: Tensor) -> Tensor:
-        """Reduce a full-size cotangent of the role to the tensor's shape."""
-        pattern = self.map.pattern(tensor.role)
-        if pattern in ("row_col_mult", "lora"):
-            a, b = self.map.by_role(tensor.role)
-            other = b if tensor.name == a.name else a
-            if pattern == "lora":
-                return self._contract_lora(tensor, self.tensors[other.name], g)
-            g = g * self._spread(other)
-        return summed(g, tensor.lacks).reshape(self.tensors[tensor.name].shape)
-
-    def _contract_lora(self, tensor: ScaleTensor, other: Tensor, g: Tensor) -> Tensor:
-        g = oriented(g, self.map.axes)
-        return _matmul(g, other.mT) if tensor.dims[-1] is None else _matmul(other.mT, g)
 
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the product of LoRA's factors with the shape of the raw weight."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from symexplin.checks import check_choice, check_flag, check_not_negative, check_positive
 from symexplin.config import BETA_AT_1024, CURVATURES, MODES, auto_beta
 from symexplin.modes import Scales, Value
-from symexplin.transform import ROLES, compute_dtype, forward, invert, pullback
+from symexplin.transform import compute_dtype, forward, invert
 
 __all__ = ["Scales", "anneal", "auto_beta", "beta_for", "effective", "inverse"]
 
@@ -17,34 +17,6 @@ __all__ = ["Scales", "anneal", "auto_beta", "beta_for", "effective", "inverse"]
 # sqrt(2/(1024 + 1024)): the middle of the paper's 1.5 to 2 (section 5.2). There the exponential is 23% above its
 # tangent.
 _KNEE = BETA_AT_1024 * 1.75 / 32.0
-
-
-class _Effective(torch.autograd.Function):
-    """The map as one differentiable operation that saves only its inputs."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(mode: str, normalizer: float | None, w: Tensor, *values: Value | None) -> Tensor:
-        return forward(mode, w, Scales(normalizer, *values))  # type: ignore[arg-type]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, _: Any) -> None:
-        ctx.mode, ctx.normalizer, *tensors = inputs
-        ctx.save_for_backward(*(v for v in tensors if isinstance(v, Tensor)))
-        ctx.numbers = [None if isinstance(v, Tensor) else (v,) for v in tensors]
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        saved = iter(ctx.saved_tensors)
-        w, *values = (next(saved) if number is None else number[0] for number in ctx.numbers)
-        wanted = frozenset(r for r, needed in zip(ROLES, ctx.needs_input_grad[3:], strict=True) if needed)
-        pulled = pullback(ctx.mode, w, Scales(ctx.normalizer, *values), g, wanted)
-        grads = (
-            pulled[role].sum_to_size(value.shape) if role in pulled and isinstance(value, Tensor) else None
-            for role, value in zip(ROLES, values, strict=True)
-        )
-        return None, None, pulled["w"].sum_to_size(w.shape), *grads
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -118,16 +90,16 @@ def effective(
 
     >>> w = torch.tensor([-0.1, 0.0, 0.1], requires_grad=True)
     >>> effective(w, beta=7.5)
-    tensor([-0.1489,  0.0000,  0.1489], grad_fn=<_EffectiveBackward>)
+    tensor([-0.1489,  0.0000,  0.1489], grad_fn=<MulBackward0>)
     >>> effective(w, beta=7.5, mode="mismatch")
-    tensor([-0.1356,  0.0000,  0.1623], grad_fn=<_EffectiveBackward>)
+    tensor([-0.1356,  0.0000,  0.1623], grad_fn=<AddBackward0>)
     """
     _check_tensor("w", w)
     dtype = compute_dtype(w, e, l, m, beta_tilde, n, s, delta)
     kappa, normalizer = _curvature(mode, beta, _cast(m, dtype), curvature, beta_tilde, normalize)
     values = (_cast(v, dtype) for v in (w, e, l, kappa, n, s, delta))
-    result: Tensor = _Effective.apply(mode, normalizer, *values)  # type: ignore[no-untyped-call]
-    return result
+    raw, *scales = values
+    return forward(mode, raw, Scales(normalizer, *scales))
 
 
 @torch.no_grad()

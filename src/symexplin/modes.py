@@ -1,4 +1,4 @@
-"""The modes of the SymExpLin map: one object each, with its value, derivatives and inverse.
+"""The modes of the SymExpLin map: one object each, with its value and inverse. Autograd has the derivatives.
 
 With raw weight w, effective curvature kappa, normalizer d (beta, or kappa if normalized), scales e, l,
 offset n, overall scale s and residual delta (paper, Eqs. 3-7 and appendix B):
@@ -9,7 +9,9 @@ offset n, overall scale s and residual delta (paper, Eqs. 3-7 and appendix B):
     sinh       sinh(kappa w)/d       linear     l w
     damped     sign(w) exp(-n) expm1(beta |w|) exp(-|w|)/beta + w (1 - exp(-n exp(|w|)))
 
-and w_eff = s * mode + delta (:mod:`symexplin.transform`).
+and w_eff = s * mode + delta (:mod:`symexplin.transform`). The values are written so that autograd's derivatives do not
+cancel, and so that the slope at w = 0 is the mean of the one-sided slopes: with that of sign(w), a weight that starts
+at zero would not move.
 
 The inverse is solved in float64. For y = kappa |w| the modes with a linear pathway solve, for a target T >= 0 in units
 of the slope at zero,
@@ -27,7 +29,7 @@ reach a weight of thirty Xavier bounds. The smaller of two bounds is close every
 import functools
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -35,13 +37,12 @@ from torch import Tensor
 
 from symexplin.config import SELConfig
 
-__all__ = ["DEFINITIONS", "Mode", "Scales", "Value", "exp", "expm1", "not_finite"]
+__all__ = ["DEFINITIONS", "Mode", "Scales", "Value", "exp", "expm1", "not_finite", "pullback"]
 
 Value = Tensor | float
 
-# Below this |x| the differences x exp(x) - expm1(x) and x cosh(x) - sinh(x) are summed as series. Above it the
-# closed forms lose at most a factor (e + (e - 1))/1 = 4.4 to cancellation, within the error bound of (8 + 4x) units
-# of rounding.
+# Below this |x| the differences of `_Ratio` and `_remainder` are summed as series. Above it the closed forms lose at
+# most a factor (e + (e - 1))/1 = 4.4 to cancellation, within the error bound of (8 + 4x) units of rounding.
 _SERIES_BELOW = 1.0
 # Terms for a remainder below one unit of rounding at x = 1: the sum over k > K of (k - 1)/k! is 2.1e-9 of the total
 # for K = 12 (float32) and 2e-18 for K = 20 (float64).
@@ -96,6 +97,12 @@ class Scales(NamedTuple):
         """The factor of the exponential pathway, (e/d) exp(-n)."""
         return self.e * exp(-self.n) / self.d
 
+    @property
+    def steepness(self) -> Value:
+        """The slope of the exponential pathway at zero, (e/d) exp(-n) kappa."""
+        slope = self.e * exp(-self.n)
+        return slope if self.normalizer is None else slope * self.kappa / self.normalizer
+
 
 def expm1(x: Tensor) -> Tensor:
     """Return exp(x) - 1 without cancellation; Inductor's code for CPUs would subtract (torch 2.13).
@@ -128,28 +135,67 @@ def _series(x: Tensor, coefficients: list[float]) -> Tensor:
     return total
 
 
-def _exp_difference(x: Tensor) -> Tensor:
-    """Return x exp(x) - expm1(x) = sum over k >= 2 of x^k (k - 1)/k!, without cancellation."""
-    terms = _SERIES_TERMS[x.dtype]
-    near = x.clamp(-_SERIES_BELOW, _SERIES_BELOW)
-    series = near * near * _series(near, [(k - 1) / math.factorial(k) for k in range(2, terms + 1)])
-    return torch.where(x.abs() < _SERIES_BELOW, series, x * torch.exp(x) - expm1(x))
+def pullback(function: Callable[..., Tensor], g: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of the inputs for a gradient `g` of what a function returns.
+
+    >>> pullback(torch.mul, torch.ones(1), torch.full((1,), 2.0), torch.full((1,), 3.0))
+    (tensor([3.]), tensor([2.]))
+    """
+    # Whatever grad mode, inference mode and hooks for saved tensors the caller has: torch.func.vjp refuses hooks, which
+    # torch.utils.checkpoint has, too.
+    hooks = torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+    with torch.inference_mode(False), torch.enable_grad(), hooks:
+        leaves = [(x.clone() if x.is_inference() else x.detach()).requires_grad_() for x in inputs]
+        return torch.autograd.grad(function(*leaves), leaves, g)
 
 
-def _exp_remainder(x: Tensor) -> Tensor:
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+def _ratio(x: Tensor, *, is_odd: bool = False) -> Tensor:
+    """Return expm1(x)/x, or if `is_odd` sinh(x)/x."""
+    ratio: Tensor = _Ratio.apply(x, is_odd)  # type: ignore[no-untyped-call]
+    return ratio
+
+
+class _Ratio(torch.autograd.Function):
+    """f(x)/x for f = expm1 or sinh, whose derivative (f'(x) - f(x)/x)/x is summed as a series for small x."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, is_odd: bool) -> Tensor:
+        return torch.where(x == 0.0, 1.0, (torch.sinh(x) if is_odd else expm1(x)) / x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        x, ctx.is_odd = inputs
+        ctx.save_for_backward(x, output)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        x, ratio = ctx.saved_tensors
+        near, terms = x.clamp(-_SERIES_BELOW, _SERIES_BELOW), _SERIES_TERMS[x.dtype]
+        if ctx.is_odd:  # sum over k >= 1 of x^(2k-1) 2k/(2k + 1)!
+            odd = [2 * k / math.factorial(2 * k + 1) for k in range(1, terms // 2 + 1)]
+            series, slope = near * _series(near * near, odd), torch.cosh(x)
+        else:  # sum over k >= 2 of x^(k-2) (k - 1)/k!
+            series = _series(near, [(k - 1) / math.factorial(k) for k in range(2, terms + 1)])
+            slope = torch.exp(x)
+        return g * torch.where(x.abs() < _SERIES_BELOW, series, (slope - ratio) / x), None
+
+
+def _remainder(x: Tensor) -> Tensor:
     """Return expm1(x) - x = sum over k >= 2 of x^k/k!, without cancellation."""
     near = x.clamp(-_SERIES_BELOW, _SERIES_BELOW)
     series = near * near * _series(near, [1 / math.factorial(k) for k in range(2, _SERIES_TERMS[x.dtype] + 1)])
     return torch.where(x.abs() < _SERIES_BELOW, series, expm1(x) - x)
 
 
-def _cosh_difference(x: Tensor) -> Tensor:
-    """Return x cosh(x) - sinh(x) = sum over k >= 1 of x^(2k+1) 2k/(2k + 1)!, without cancellation."""
-    terms = _SERIES_TERMS[x.dtype] // 2
-    near = x.clamp(-_SERIES_BELOW, _SERIES_BELOW)
-    square = near * near
-    series = near * square * _series(square, [2 * k / math.factorial(2 * k + 1) for k in range(1, terms + 1)])
-    return torch.where(x.abs() < _SERIES_BELOW, series, x * torch.cosh(x) - torch.sinh(x))
+def _sign(w: Tensor) -> Tensor:
+    """Return 1 or -1, also at zero, as a constant."""
+    return torch.copysign(torch.ones_like(w), w.detach())
 
 
 class Mode:
@@ -159,15 +205,7 @@ class Mode:
     """
 
     def parts(self, w: Tensor, scales: Scales) -> tuple[Tensor, ...]:
-        """Return the terms, whose sum is the value."""
-        raise NotImplementedError
-
-    def derivatives(self, w: Tensor, scales: Scales, wanted: frozenset[str]) -> Iterator[tuple[str, Value]]:
-        """Yield the derivative by "w", then those by the `wanted` scales that the mode uses.
-
-        That by "kappa" is the total derivative, with that through d if d is kappa. At w = 0 the derivative by w is the
-        mean of the one-sided slopes, so that a weight that starts at zero can move.
-        """
+        """Return the terms, whose sum is the value, each accurate."""
         raise NotImplementedError
 
     def value(self, w: Tensor, scales: Scales) -> Tensor:
@@ -199,7 +237,8 @@ class Mode:
         for _ in range(_ITERATIONS + _BISECTIONS):
             excess = value(x) - target
             low, high = torch.where(excess <= 0.0, x, low), torch.where(excess >= 0.0, x, high)
-            guess = x - excess / dict(self.derivatives(sign * x, scales, frozenset()))["w"]
+            (slope,) = pullback(value, torch.ones_like(x), x)
+            guess = x - excess / slope
             inside = (guess >= low) & (guess <= high)
             step = torch.where(inside, guess, 0.5 * (low + high)) - x
             x = x + step
@@ -214,41 +253,19 @@ class _Exponential(Mode):
     def __init__(self, sides: tuple[int, int], need: str) -> None:
         self._sides, self._need = sides, need
 
-    def _linear(self, w: Tensor) -> tuple[Tensor, Value]:
-        """Return (u, du/dw) of the linear pathway (l/d) u."""
-        right, left = self._sides
-        if right != left:
-            return w.abs(), torch.sign(w)
-        return (w if right > 0 else -w), float(right)
-
     def parts(self, w: Tensor, scales: Scales) -> tuple[Tensor, ...]:
-        exponential = torch.sign(w) * (scales.amplitude * expm1(scales.kappa * w.abs()))
-        if not any(self._sides):
-            return (exponential,)
-        return exponential, scales.l / scales.d * self._linear(w)[0]
-
-    def derivatives(self, w: Tensor, scales: Scales, wanted: frozenset[str]) -> Iterator[tuple[str, Value]]:
-        d, c, x = scales.d, scales.amplitude, scales.kappa * w.abs()
-        growth, is_sum = torch.exp(x), any(self._sides)
-        u, slope = self._linear(w) if is_sum else (w, 0.0)
-        if is_sum:
-            yield "w", c * scales.kappa * growth + scales.l / d * slope
+        if scales.normalizer is None:
+            exponential = scales.steepness * w * _ratio(scales.kappa * w.abs())
         else:
-            yield "w", c * scales.kappa * growth
-        if "l" in wanted and is_sum:
-            yield "l", u / d
-        if "e" in wanted:
-            yield "e", torch.sign(w) * expm1(x) * (exp(-scales.n) / d)
-        if "n" in wanted:
-            yield "n", -c * torch.sign(w) * expm1(x)
-        if "kappa" in wanted and scales.normalizer is None:
-            change = torch.sign(w) * c * _exp_difference(x)
-            yield "kappa", (change - scales.l / d * u if is_sum else change) / scales.kappa
-        elif "kappa" in wanted:
-            yield "kappa", c * w * growth
+            exponential = _sign(w) * (scales.amplitude * expm1(scales.kappa * (_sign(w) * w)))
+        right, left = self._sides
+        if not right and not left:
+            return (exponential,)
+        linear = w.abs() if right != left else w if right > 0 else -w  # autograd's slope of |w| at 0 is 0
+        return exponential, scales.l / scales.d * linear
 
     def obstacles(self, scales: Scales) -> Iterator[tuple[Any, str]]:
-        steep = scales.amplitude * scales.kappa
+        steep = scales.steepness
         yield not_finite(steep), "exp(-n) is out of range"
         bad: Any = scales.e < 0.0
         for side in sorted({*self._sides}):
@@ -258,9 +275,9 @@ class _Exponential(Mode):
     def inverse(self, t: Tensor, scales: Scales) -> Tensor:
         if not any(self._sides):
             return torch.copysign(torch.log1p(t.abs() / scales.amplitude) / scales.kappa, t)
-        steep = scales.amplitude * scales.kappa
-        slope = steep + scales.l / scales.d * self._linear(t)[1]
-        y = _newton(t.abs() * scales.kappa / slope, steep / slope)  # type: ignore[arg-type]
+        steep, (right, left) = scales.steepness, self._sides
+        slope = steep + scales.l / scales.d * torch.where(t > 0.0, right, left)
+        y = _newton(t.abs() * scales.kappa / slope, steep / slope)
         return torch.copysign(y / scales.kappa, t)
 
 
@@ -282,14 +299,10 @@ def _newton(target: Tensor, p: Tensor) -> Tensor:
 
 class _Sinh(Mode):
     def parts(self, w: Tensor, scales: Scales) -> tuple[Tensor, ...]:
-        return (torch.sinh(scales.kappa * w) / scales.d,)
-
-    def derivatives(self, w: Tensor, scales: Scales, wanted: frozenset[str]) -> Iterator[tuple[str, Value]]:
-        d, x = scales.d, scales.kappa * w
-        cosh = torch.cosh(x)
-        yield "w", scales.kappa / d * cosh
-        if "kappa" in wanted:
-            yield "kappa", _cosh_difference(x) / (d * d) if scales.normalizer is None else w * cosh / d
+        x = scales.kappa * w
+        if scales.normalizer is None:
+            return (w * _ratio(x, is_odd=True),)
+        return (torch.sinh(x) / scales.normalizer,)
 
     def inverse(self, t: Tensor, scales: Scales) -> Tensor:
         return torch.asinh(t * scales.d) / scales.kappa
@@ -298,11 +311,6 @@ class _Sinh(Mode):
 class _Linear(Mode):
     def parts(self, w: Tensor, scales: Scales) -> tuple[Tensor, ...]:
         return (scales.l * w,)
-
-    def derivatives(self, w: Tensor, scales: Scales, wanted: frozenset[str]) -> Iterator[tuple[str, Value]]:
-        yield "w", scales.l
-        if "l" in wanted:
-            yield "l", w
 
     def obstacles(self, scales: Scales) -> Iterator[tuple[Any, str]]:
         yield scales.l == 0.0, "needs l != 0"
@@ -319,15 +327,11 @@ class _Damped(Mode):
         exponential = expm1(beta * size) * torch.exp(-size) * exp(-scales.n) / beta
         return torch.sign(w) * exponential, -w * expm1(-scales.n * torch.exp(size))
 
-    def derivatives(self, w: Tensor, scales: Scales, wanted: frozenset[str]) -> Iterator[tuple[str, Value]]:
-        beta, n, size = scales.kappa, scales.n, w.abs()
-        grown, c = torch.exp(size), exp(-n) / beta * torch.exp(-size)
-        steep = c * ((beta - 1.0) * torch.exp(beta * size) + 1.0)
-        yield "w", steep - expm1(-n * grown) + size * n * grown * torch.exp(-n * grown)
-        if "n" in wanted:
-            # w exp(|w| - n exp|w|) - sign(w) c expm1(beta |w|): both terms are w exp(-n) to first order, which cancels.
-            near = expm1(size - n * expm1(size)) - expm1(-size)
-            yield "n", w * exp(-n) * near - torch.sign(w) * c * _exp_remainder(beta * size)
+    def value(self, w: Tensor, scales: Scales) -> Tensor:
+        """Return w + a rest, since the parts are w exp(-n) and w (1 - exp(-n)) to first order: derivatives cancel."""
+        beta, size, share = scales.kappa, _sign(w) * w, exp(-scales.n)
+        rest = _remainder(beta * size) * torch.exp(-size) / beta + size * expm1(-size)
+        return w - share * w * expm1(-scales.n * expm1(size)) + share * _sign(w) * rest
 
     def magnitude(self, w: Tensor, scales: Scales) -> Tensor:
         exponential, linear = self.parts(w, scales)

@@ -96,13 +96,18 @@ class SELLinear(CurvedBase):
     def _effective(self, name: str) -> Tensor | None:
         if name not in self.maps:
             return self.raw_bias
-        return cast(Tensor, _Effective.apply(self.maps[name], *self._parts(name)))  # type: ignore[no-untyped-call]
+        spec, parts = self.maps[name], self._parts(name)
+        if torch.compiler.is_compiling():  # a compiler chooses by itself what to recompute
+            return _curved(spec, parts).effective(parts[0].dtype)
+        return cast(Tensor, _Effective.apply(spec, *parts))  # type: ignore[no-untyped-call]
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input w_eff^T + b_eff``."""
-        bias = self.bias
+        bias, spec = self.bias, self.maps["weight"]
+        if torch.compiler.is_compiling():
+            return F.linear(input, self.weight if spec.axes == "oi" else self.weight.mT, bias)
         inputs = _cast(input), None if bias is None else _cast(bias), *self._parts("weight")
-        return cast(Tensor, _Linear.apply(self.maps["weight"], *inputs))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Linear.apply(spec, *inputs))  # type: ignore[no-untyped-call]
 
     def curved(self, name: str = "weight") -> Curved:
         """Return the map of a curved parameter at the present raw weight and scales."""

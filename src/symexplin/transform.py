@@ -1,10 +1,10 @@
-"""The SymExpLin map at given scales: value, derivatives, error bound and inverse of w_eff = s * mode(w) + delta.
+"""The SymExpLin map at given scales: value, error bound and inverse of w_eff = s * mode(w) + delta.
 
 :mod:`symexplin.modes` defines the modes. All functions are pure; only the inverse checks its input.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,17 +14,13 @@ from symexplin.config import MODES, SELConfig
 from symexplin.modes import DEFINITIONS, Scales, Value, not_finite
 
 __all__ = [
-    "ROLES",
     "check_invertible",
     "compute_dtype",
     "forward",
     "invert",
-    "pullback",
-    "summed",
     "tolerance",
 ]
 
-ROLES = Scales._fields[1:]  # all but the normalizer
 
 # Elements of a block on CPUs: most float64 temporaries fit into a core's cache, and torch splits an operation among
 # threads from 32,768 elements up. It does not follow the number of threads: Newton's method stops for a block at a
@@ -43,16 +39,6 @@ def compute_dtype(*values: object) -> torch.dtype:
     return torch.float64 if has_double else torch.float32
 
 
-def summed(x: Tensor, dims: Iterable[int]) -> Tensor:
-    """Return the sum over dimensions, which stay with size 1.
-
-    It takes one at a time, the largest first: torch splits a sum over everything among its threads.
-    """
-    for dim in sorted(dims, key=lambda dim: -x.shape[dim]):
-        x = x.sum(dim, keepdim=True)
-    return x
-
-
 def _is_one(x: Value) -> bool:
     return not isinstance(x, Tensor) and x == 1.0
 
@@ -68,28 +54,6 @@ def forward(mode: str, w: Tensor, scales: Scales) -> Tensor:
     if not _is_one(scales.s):
         value = scales.s * value
     return value if scales.delta is None else value + scales.delta
-
-
-def pullback(mode: str, w: Tensor, scales: Scales, g: Tensor, wanted: frozenset[str]) -> dict[str, Tensor]:
-    """Return the cotangents of "w" and of the `wanted` roles for a cotangent `g` of w_eff.
-
-    Each has the full broadcast shape; the caller sums it to the shape of a structured scale.
-
-    >>> w = torch.zeros(1, dtype=torch.float64)
-    >>> pullback("mismatch", w, Scales(kappa=7.5, normalizer=7.5), torch.ones_like(w), frozenset())["w"]
-    tensor([1.], dtype=torch.float64)
-    """
-    scaled = g if _is_one(scales.s) else scales.s * g
-    pulled = {}
-    for role, derivative in DEFINITIONS[mode].derivatives(w, scales, wanted):
-        if role == "w" or role in wanted:
-            pulled[role] = scaled * derivative
-        del derivative  # before the next one, which is as large
-    if "s" in wanted:
-        pulled["s"] = g * DEFINITIONS[mode].value(w, scales)
-    if "delta" in wanted:
-        pulled["delta"] = g
-    return pulled
 
 
 def tolerance(mode: str, w: Tensor, scales: Scales) -> Tensor:

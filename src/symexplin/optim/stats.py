@@ -12,7 +12,6 @@ from symexplin.modules import SELLinear
 from symexplin.optim.optimizer import RawSpaceOptimizer
 from symexplin.optim.shard import WHOLE, Shard, whole
 from symexplin.routes import check_model
-from symexplin.transform import summed
 
 __all__ = ["stats"]
 
@@ -70,7 +69,7 @@ class _Tally:
                 self._add("", [x.numel(), int((x > 1.0).sum()), 0.0])
 
     def _sum(self, key: str, values: Tensor, each: float = 1.0) -> None:
-        first, second = (float(summed(powers, range(powers.dim()))) for powers in (values, values * values))
+        first, second = (_total(powers) for powers in (values, values * values))
         self._add(key, [each * values.numel(), each * first, each * second])
 
     def _add(self, key: str, terms: list[float]) -> None:
@@ -123,3 +122,10 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
                 # fully_shard splits each parameter of the layer separately, so their local parts do not match.
                 tensors = {key: whole(value) for key, value in curved.tensors.items()}
                 yield curved._replace(raw=whole(curved.raw), tensors=tensors), math.prod(curved.map.shape), WHOLE
+
+
+def _total(values: Tensor) -> float:
+    """Return the sum, one dimension at a time: torch splits a sum over everything among its threads."""
+    while values.dim():
+        values = values.sum(values.shape.index(max(values.shape)))
+    return float(values)
