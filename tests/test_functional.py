@@ -43,6 +43,12 @@ def test_first_and_second_derivatives_and_their_sums_match_finite_differences(mo
         assert check(run, [tensor.requires_grad_() for tensor in inputs])
 
 
+def test_the_curve_has_no_bend_at_zero():
+    w = torch.tensor([0.0, -0.0], dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(effective(w, mode="mismatch", beta=7.5).sum(), w, create_graph=True)
+    assert torch.autograd.grad(slope.sum(), w)[0].tolist() == [0.0, 0.0]
+
+
 # Types and shapes -----------------------------------------------------------------------------------------
 
 

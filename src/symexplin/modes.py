@@ -193,9 +193,67 @@ def _remainder(x: Tensor) -> Tensor:
     return torch.where(x.abs() < _SERIES_BELOW, series, expm1(x) - x)
 
 
-def _sign(w: Tensor) -> Tensor:
-    """Return 1 or -1, also at zero, as a constant."""
-    return torch.copysign(torch.ones_like(w), w.detach())
+class _Exponential(torch.autograd.Function):
+    """sign(w) expm1(kappa |w|) from x = kappa w. Its slope by x at w = 0 is 1, the mean of both sides."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        sign = torch.sign(w)
+        return sign * expm1(sign * x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1], output)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        w, value = ctx.saved_tensors
+        return g * (torch.sign(w) * value + 1.0), None
+
+
+def _exponential(x: Tensor, w: Tensor) -> Tensor:
+    value: Tensor = _Exponential.apply(x, w.detach())  # type: ignore[no-untyped-call]
+    return value
+
+
+class _DampedValue(torch.autograd.Function):
+    """The value of mode "damped". Autograd's derivative by n would be a difference of terms that are equal at w = 0."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(w: Tensor, n: Tensor, beta: float) -> Tensor:
+        exponential, linear = _damped_parts(w, n, beta)
+        return exponential + linear
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:  # noqa: ARG004
+        w, n, ctx.beta = inputs
+        ctx.save_for_backward(w, n)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (w, n), beta = ctx.saved_tensors, ctx.beta
+        size = w.abs()
+        grown, share, c = torch.exp(size), torch.exp(-n), torch.exp(-n - size) / beta
+        steep = c * ((beta - 1.0) * torch.exp(beta * size) + 1.0)
+        by_w = g * (steep - expm1(-n * grown) + size * n * grown * torch.exp(-n * grown))
+        by_n = None
+        if ctx.needs_input_grad[1]:
+            # w exp(|w| - n exp|w|) - sign(w) c expm1(beta |w|): both terms are w exp(-n) to first order, which cancels.
+            near = expm1(size - n * expm1(size)) - expm1(-size)
+            by_n = g * (w * share * near - torch.sign(w) * c * _remainder(beta * size))
+            by_n = by_n.sum_to_size(n.shape)
+        return by_w.sum_to_size(w.shape), by_n, None
+
+
+def _damped_parts(w: Tensor, n: Value, beta: Value) -> tuple[Tensor, Tensor]:
+    """Return the exponential and the linear pathway of mode "damped" (appendix B)."""
+    size = w.abs()
+    exponential = expm1(beta * size) * torch.exp(-size) * exp(-n) / beta
+    return torch.sign(w) * exponential, -w * expm1(-n * torch.exp(size))
 
 
 class Mode:
@@ -247,7 +305,7 @@ class Mode:
         return sign * x
 
 
-class _Exponential(Mode):
+class _Pathways(Mode):
     """The exponential pathway and a linear one with slopes of l/d times `sides` right and left of zero."""
 
     def __init__(self, sides: tuple[int, int], need: str) -> None:
@@ -257,7 +315,7 @@ class _Exponential(Mode):
         if scales.normalizer is None:
             exponential = scales.steepness * w * _ratio(scales.kappa * w.abs())
         else:
-            exponential = _sign(w) * (scales.amplitude * expm1(scales.kappa * (_sign(w) * w)))
+            exponential = scales.amplitude * _exponential(scales.kappa * w, w)
         right, left = self._sides
         if not right and not left:
             return (exponential,)
@@ -323,15 +381,12 @@ class _Damped(Mode):
     """Appendix B; kappa is beta."""
 
     def parts(self, w: Tensor, scales: Scales) -> tuple[Tensor, ...]:
-        beta, size = scales.kappa, w.abs()
-        exponential = expm1(beta * size) * torch.exp(-size) * exp(-scales.n) / beta
-        return torch.sign(w) * exponential, -w * expm1(-scales.n * torch.exp(size))
+        return _damped_parts(w, scales.n, scales.kappa)
 
     def value(self, w: Tensor, scales: Scales) -> Tensor:
-        """Return w + a rest, since the parts are w exp(-n) and w (1 - exp(-n)) to first order: derivatives cancel."""
-        beta, size, share = scales.kappa, _sign(w) * w, exp(-scales.n)
-        rest = _remainder(beta * size) * torch.exp(-size) / beta + size * expm1(-size)
-        return w - share * w * expm1(-scales.n * expm1(size)) + share * _sign(w) * rest
+        n = torch.as_tensor(scales.n, dtype=w.dtype, device=w.device)
+        value: Tensor = _DampedValue.apply(w, n, scales.kappa)  # type: ignore[no-untyped-call]
+        return value
 
     def magnitude(self, w: Tensor, scales: Scales) -> Tensor:
         exponential, linear = self.parts(w, scales)
@@ -345,10 +400,10 @@ class _Damped(Mode):
 
 
 DEFINITIONS: dict[str, Mode] = {
-    "mismatch": _Exponential((1, -1), "needs e > 0 and e*kappa*exp(-n) > |l|"),
-    "congruent": _Exponential((1, 1), "needs e >= 0 and e*kappa*exp(-n) > -l"),
-    "exp_only": _Exponential((0, 0), "needs e > 0 and exp(-n) > 0"),
-    "oppose": _Exponential((-1, -1), "needs e >= 0 and e*kappa*exp(-n) > l"),
+    "mismatch": _Pathways((1, -1), "needs e > 0 and e*kappa*exp(-n) > |l|"),
+    "congruent": _Pathways((1, 1), "needs e >= 0 and e*kappa*exp(-n) > -l"),
+    "exp_only": _Pathways((0, 0), "needs e > 0 and exp(-n) > 0"),
+    "oppose": _Pathways((-1, -1), "needs e >= 0 and e*kappa*exp(-n) > l"),
     "damped": _Damped(),
     "sinh": _Sinh(),
     "linear": _Linear(),
