@@ -60,7 +60,7 @@ def test_layers_are_replaced_copied_saved_and_put_back(kind):
 
 def reference(layer, name, is_transposed):
     """The effective weight or bias by the public function of tensors, from the layer's parameters."""
-    raw, prefix, config = getattr(layer, f"raw_{name}"), "" if name == "weight" else "bias_", layer.maps[name].config
+    raw, prefix, config = getattr(layer, f"raw_{name}"), "" if name == "weight" else "bias_", layer.specs[name].config
     raw = raw.T if is_transposed and name == "weight" else raw
 
     def factors(role):
@@ -86,7 +86,7 @@ def test_outputs_and_gradients_are_those_of_the_function_of_tensors(kind, preset
     inputs = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     is_transposed = kind == "Conv1D"
     weight, bias = (
-        reference(layer, name, is_transposed) if name in layer.maps else None for name in ("weight", "bias")
+        reference(layer, name, is_transposed) if name in layer.specs else None for name in ("weight", "bias")
     )
     expected = nn.functional.linear(inputs, weight.T if is_transposed else weight, bias)
     tensors, cotangent = [inputs, *layer.parameters()], torch.randn_like(expected)

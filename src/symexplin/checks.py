@@ -24,7 +24,7 @@ __all__ = [
     "check_whole",
     "did_you_mean",
     "naming",
-    "plain",
+    "as_numbers",
     "warn",
 ]
 
@@ -35,19 +35,19 @@ _SWITCHES = ("amsgrad", "capturable", "differentiable", "maximize")  # of torch'
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
-def plain(value: Any) -> Any:
+def as_numbers(value: Any) -> Any:
     """Return a tensor or array of one element as a Python number, also inside of lists, tuples and mappings.
 
     Lists and mappings are copied. All else is returned unchanged, also a tensor that requires a gradient.
 
     >>> import torch
-    >>> plain({"betas": [torch.tensor(0.5), 0.75], "lr": torch.tensor([0.25])})
+    >>> as_numbers({"betas": [torch.tensor(0.5), 0.75], "lr": torch.tensor([0.25])})
     {'betas': [0.5, 0.75], 'lr': 0.25}
     """
     if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: as_numbers(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(plain, value))
+        return type(value)(map(as_numbers, value))
     shape = getattr(value, "shape", None)
     is_number = isinstance(shape, tuple) and math.prod(shape) == 1 and not getattr(value, "requires_grad", False)
     return value.item() if is_number else value
@@ -110,7 +110,7 @@ def check_fraction(name: str, value: object) -> float:
 
 
 def _number(name: str, value: object, need: str, holds: Callable[[float], bool]) -> float:
-    value = plain(value)
+    value = as_numbers(value)
     if isinstance(value, bool) or not isinstance(value, Real) or not holds(float(value)):
         raise ValueError(f"{name} must be {need}, got {value!r}")
     return float(value)
@@ -118,7 +118,7 @@ def _number(name: str, value: object, need: str, holds: Callable[[float], bool])
 
 def check_whole(name: str, value: object, minimum: int = 1, maximum: int = 2**63 - 1) -> int:
     """Return `value` if it is a whole number from `minimum` to `maximum`, else raise ValueError."""
-    value = plain(value)
+    value = as_numbers(value)
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < minimum:
         raise ValueError(f"{name} must be a whole number >= {minimum}, got {value!r}")
     if int(value) > maximum:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from symexplin.checks import check_flag, naming
 from symexplin.config import SELConfig
-from symexplin.curve import Curved, Map
 from symexplin.routes import check_values, routing
+from symexplin.spec import RawWeight, Spec
 from symexplin.transform import compute_dtype
 
 __all__ = ["init_", "matching"]
@@ -78,7 +78,7 @@ def init_(
                 nn.init.xavier_uniform_(weight, generator=generator)
         if table.config.mode == "mismatch":
             with naming(route.name):
-                route.parameter.copy_(_mismatched(route.parameter, route.map(table.config)))
+                route.parameter.copy_(_mismatched(route.parameter, route.spec(table.config)))
     return model
 
 
@@ -99,10 +99,10 @@ def matching(argument: str, patterns: Sequence[str], names: Iterable[str]) -> se
     return found
 
 
-def _mismatched(target: Tensor, spec: Map) -> Tensor:
+def _mismatched(target: Tensor, spec: Spec) -> Tensor:
     """Return ``mismatch(congruent_inverse(target))``, with the first values of the scales and without delta."""
     target = target.detach().to(compute_dtype(target))
     tensors = spec.start(target.dtype, target.device, position=0)
-    congruent = Map.of(spec.shape, spec.axes, dataclasses.replace(spec.config, mode="congruent"))
-    raw = Curved(congruent, target, tensors).inverse(target)
-    return Curved(spec, raw, tensors).effective()
+    congruent = Spec.of(spec.shape, spec.axes, dataclasses.replace(spec.config, mode="congruent"))
+    raw = RawWeight(congruent, target, tensors).inverse(target)
+    return RawWeight(spec, raw, tensors).effective()

@@ -10,14 +10,14 @@ from torch.nn import functional as F
 
 from symexplin.checks import check_flag, naming
 from symexplin.config import SELConfig, check_config
-from symexplin.curve import Curved, CurvedBase, Map, ScaleTensor, sides
 from symexplin.routes import check_model, is_convertible, routing
+from symexplin.spec import CurvedBase, RawWeight, ScaleTensor, Spec, sides
 from symexplin.transform import compute_dtype
 
 __all__ = ["SELLinear", "convert", "fold"]
 
 # The map of one curved parameter, its "raw" and the tensors of its scales.
-Start = tuple[Map, dict[str, nn.Parameter]]
+Start = tuple[Spec, dict[str, nn.Parameter]]
 
 
 class SELLinear(CurvedBase):
@@ -43,7 +43,7 @@ class SELLinear(CurvedBase):
     (torch.Size([2, 4]), torch.Size([4, 8]))
     """
 
-    maps: dict[str, Map]  # by the name of the plain parameter; a bias that stays plain has none
+    specs: dict[str, Spec]  # by the name of the plain parameter; a bias that stays plain has none
     plain: nn.Module  # the layer that this one replaces, without its weights
     in_features: int
     out_features: int
@@ -69,15 +69,15 @@ class SELLinear(CurvedBase):
         """Return the layer that replaces `plain` and takes its parameters; `starts` has those of curved ones by id."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer.training, layer.maps = plain.training, {}
+        layer.training, layer.specs = plain.training, {}
         for name, parameter in plain._parameters.items():
             if id(parameter) in starts:
-                layer.maps[name], parts = starts[id(parameter)]
+                layer.specs[name], parts = starts[id(parameter)]
                 for part, value in parts.items():
                     layer.register_parameter(_local(name, part), value)
             else:
                 layer.register_parameter(_local(name, "raw"), parameter)
-        weight = layer.maps["weight"]
+        weight = layer.specs["weight"]
         layer.out_features, layer.in_features = sides(weight.axes, weight.shape)
         plain._parameters.update(dict.fromkeys(plain._parameters))
         layer.__dict__["plain"] = plain  # not as a submodule
@@ -94,42 +94,42 @@ class SELLinear(CurvedBase):
         return self._effective("bias")
 
     def _effective(self, name: str) -> Tensor | None:
-        if name not in self.maps:
+        if name not in self.specs:
             return self.raw_bias
-        spec, parts = self.maps[name], self._parts(name)
+        spec, parts = self.specs[name], self._parts(name)
         if torch.compiler.is_compiling():  # a compiler chooses by itself what to recompute
             return _curved(spec, parts).effective(parts[0].dtype)
         return cast(Tensor, _Effective.apply(spec, *parts))  # type: ignore[no-untyped-call]
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input w_eff^T + b_eff``."""
-        bias, spec = self.bias, self.maps["weight"]
+        bias, spec = self.bias, self.specs["weight"]
         if torch.compiler.is_compiling():
             return F.linear(input, self.weight if spec.axes == "oi" else self.weight.mT, bias)
         inputs = _cast(input), None if bias is None else _cast(bias), *self._parts("weight")
         return cast(Tensor, _Linear.apply(spec, *inputs))  # type: ignore[no-untyped-call]
 
-    def curved(self, name: str = "weight") -> Curved:
+    def curved(self, name: str = "weight") -> RawWeight:
         """Return the map of a curved parameter at the present raw weight and scales."""
-        return _curved(self.maps[name], self._parts(name))
+        return _curved(self.specs[name], self._parts(name))
 
-    def sel_roles(self) -> dict[str, tuple[Map, ScaleTensor | None]]:
+    def sel_roles(self) -> dict[str, tuple[Spec, ScaleTensor | None]]:
         """Return (map, None) for every raw weight and (map, tensor) for every tensor of a scale, by local names."""
-        roles: dict[str, tuple[Map, ScaleTensor | None]] = {}
-        for name, spec in self.maps.items():
+        roles: dict[str, tuple[Spec, ScaleTensor | None]] = {}
+        for name, spec in self.specs.items():
             roles[_local(name, "raw")] = spec, None
             roles |= {_local(name, tensor.name): (spec, tensor) for tensor in spec.tensors}
         return roles
 
     def _parts(self, name: str) -> tuple[Tensor, ...]:
-        parts = ("raw", *(tensor.name for tensor in self.maps[name].tensors))
+        parts = ("raw", *(tensor.name for tensor in self.specs[name].tensors))
         return tuple(getattr(self, _local(name, part)) for part in parts)
 
     def _folded(self, known: dict[Tensor, nn.Parameter]) -> nn.Module:
         """Return the plain layer with the effective weights; `known` has those of raw ones that were folded before."""
         for name in self.plain._parameters:
             parameter = getattr(self, _local(name, "raw"))
-            if name in self.maps:
+            if name in self.specs:
                 if parameter not in known:
                     known[parameter] = nn.Parameter(getattr(self, name), parameter.requires_grad)
                 parameter = known[parameter]
@@ -138,7 +138,7 @@ class SELLinear(CurvedBase):
 
     def extra_repr(self) -> str:
         """Describe the layer as the plain one does, with its map."""
-        spec, bias = self.maps["weight"], self.raw_bias is not None
+        spec, bias = self.specs["weight"], self.raw_bias is not None
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
         return f"{sizes}, mode={spec.config.mode!r}, beta={spec.beta:.4g}"
 
@@ -162,14 +162,14 @@ def _cast(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(kind)) if casts else tensor
 
 
-def _curved(spec: Map, parts: Sequence[Tensor]) -> Curved:
+def _curved(spec: Spec, parts: Sequence[Tensor]) -> RawWeight:
     """Return the map at `parts`, a raw weight and the tensors of its scales, in the compute dtype."""
     dtype = compute_dtype(*parts)
     raw, *tensors = (part.to(dtype) for part in parts)
-    return Curved(spec, raw, dict(zip((tensor.name for tensor in spec.tensors), tensors, strict=True)))
+    return RawWeight(spec, raw, dict(zip((tensor.name for tensor in spec.tensors), tensors, strict=True)))
 
 
-def _pull(curved: Curved, g: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+def _pull(curved: RawWeight, g: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
     """Return the gradients by `parts` for a gradient `g` of the effective weight."""
     raw, tensors = curved.pullback(g)
     return [grad.to(part.dtype) for grad, part in zip((raw, *tensors.values()), parts, strict=True)]
@@ -179,7 +179,7 @@ class _Effective(torch.autograd.Function):
     """raw, scales -> effective weight in the dtype of raw; saves only its inputs."""
 
     @staticmethod
-    def forward(ctx: Any, spec: Map, *parts: Tensor) -> Tensor:
+    def forward(ctx: Any, spec: Spec, *parts: Tensor) -> Tensor:
         ctx.spec = spec
         ctx.save_for_backward(*parts)
         return _curved(spec, parts).effective(parts[0].dtype)
@@ -197,7 +197,7 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, spec: Map, x: Tensor, bias: Tensor | None, *parts: Tensor) -> Tensor:
+    def forward(ctx: Any, spec: Spec, x: Tensor, bias: Tensor | None, *parts: Tensor) -> Tensor:
         ctx.spec = spec
         ctx.save_for_backward(x, *parts)
         weight = _curved(spec, parts).effective(parts[0].dtype)
@@ -217,7 +217,7 @@ class _Linear(torch.autograd.Function):
         return None, g_x, g_bias, *_pull(curved, rows.mT @ inputs if is_oi else inputs.mT @ rows, parts)
 
 
-def _start(plain: Tensor, spec: Map, position: int) -> Start:
+def _start(plain: Tensor, spec: Spec, position: int) -> Start:
     """Return the map of a parameter with its raw weight and its scales at their first values.
 
     Raises:
@@ -276,7 +276,7 @@ def convert(model: nn.Module, config: SELConfig | None = None) -> nn.Module:
     for route in table.curved:
         if id(route.parameter) in inside:
             with naming(route.name):
-                starts[id(route.parameter)] = _start(route.parameter, route.map(table.config), route.position)
+                starts[id(route.parameter)] = _start(route.parameter, route.spec(table.config), route.position)
     return _replace(model, {layer: SELLinear._replacing(layer, starts) for layer in layers})
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from symexplin.checks import check_not_negative, plain
+from symexplin.checks import as_numbers, check_not_negative
 from symexplin.config import SELConfig, check_config
-from symexplin.curve import CurvedBase, Map, is_weight, sides
+from symexplin.spec import CurvedBase, Spec, is_weight, sides
 from symexplin.transform import check_invertible
 
 __all__ = [
@@ -45,7 +45,7 @@ class Route:
     position: int  # in named_parameters order: seeds LoRA's A
     curved: bool
     reason: str
-    axes: str = ""  # of a parameter that is curved, or would be if it were not frozen; see symexplin.curve
+    axes: str = ""  # of a parameter that is curved, or would be if it were not frozen; see symexplin.spec
     lr: float | None = None  # None: the optimizer's
     weight_decay: float | None = None
 
@@ -54,9 +54,9 @@ class Route:
         """Whether a parameter with axes has rows and columns; biases have not."""
         return is_weight(self.axes)
 
-    def map(self, config: SELConfig) -> Map:
+    def spec(self, config: SELConfig) -> Spec:
         """Return the map of a curved parameter."""
-        return Map.of(tuple(self.parameter.shape), self.axes, config)
+        return Spec.of(tuple(self.parameter.shape), self.axes, config)
 
 
 @dataclass(frozen=True)
@@ -390,7 +390,7 @@ def by_name(argument: str, value: T | Mapping[str, T], names: Sequence[str]) -> 
 
 def _rates(argument: str, value: Rate | None, names: Sequence[str]) -> dict[str, float | None]:
     """Return the rate of every name."""
-    rates = by_name(argument, plain(value), names)
+    rates = by_name(argument, as_numbers(value), names)
     return {name: None if rate is None else check_not_negative(argument, rate) for name, rate in rates.items()}
 
 

@@ -40,7 +40,7 @@ def entries_of(model, config):
     generator = torch.Generator().manual_seed(0)
     for entry in entries:
         for name in entry.scales:
-            entry.own(name).add_(0.2 * torch.randn(entry.own(name).shape, generator=generator))
+            entry.local_state(name).add_(0.2 * torch.randn(entry.local_state(name).shape, generator=generator))
     return entries
 
 
@@ -55,13 +55,13 @@ def matrices(entry, tensor):
 def test_factors_and_their_gradients_are_those_of_the_map(name, model):
     torch.manual_seed(0)
     entries = entries_of(MODELS[model](), CONFIGS[name])
-    assert all(is_product(entry.map) for entry in entries)
-    before = [{name: entry.own(name).clone() for name in entry.scales} for entry in entries]
+    assert all(is_product(entry.spec) for entry in entries)
+    before = [{name: entry.local_state(name).clone() for name in entry.scales} for entry in entries]
     scales = PackedScales(entries, ("exp_avg", "exp_avg_sq"), cpu.load())
     for entry, old in zip(entries, before, strict=True):
         for key, value in old.items():
-            assert torch.equal(entry.own(key), value)
-            assert entry.own(key).untyped_storage().data_ptr() == scales.values.untyped_storage().data_ptr()
+            assert torch.equal(entry.local_state(key), value)
+            assert entry.local_state(key).untyped_storage().data_ptr() == scales.values.untyped_storage().data_ptr()
 
     rows, columns = scales.factors()
     sums = torch.zeros(rows.shape, dtype=torch.float64), torch.zeros(columns.shape, dtype=torch.float64)
@@ -69,7 +69,7 @@ def test_factors_and_their_gradients_are_those_of_the_map(name, model):
     starts = iter(zip(scales.starts(True, chosen), scales.starts(False, chosen), strict=True))
     exact = []
     for entry in entries:
-        curved = entry.curved_map()
+        curved = entry.raw_weight()
         gradient = torch.randn(curved.raw.shape)
         exact.append(curved.pullback(gradient)[1])
         parts = (matrices(entry, x.double()) for x in (curved.effective(), curved.raw, gradient))
@@ -78,9 +78,9 @@ def test_factors_and_their_gradients_are_those_of_the_map(name, model):
             of = rows[:, i : i + len(w)].double(), columns[:, j : j + w.shape[1]].double()
             kappa, c, linear = (torch.outer(*pair) for pair in zip(*of, strict=True))
             x, sign = kappa * w.abs(), torch.sign(w)
-            u = w.abs() if entry.map.config.mode == "mismatch" else w
+            u = w.abs() if entry.spec.config.mode == "mismatch" else w
             torch.testing.assert_close(sign * c * torch.expm1(x) + linear * u, value, rtol=1e-5, atol=1e-7)
-            is_normalized = entry.map.config.normalize
+            is_normalized = entry.spec.config.normalize
             difference = x * torch.exp(x) - torch.expm1(x)
             by = [g * sign * torch.expm1(x), g * sign * difference if is_normalized else g * w * torch.exp(x), g * u]
             for side, dim in ((0, 1), (1, 0)):
@@ -99,4 +99,4 @@ def test_factors_and_their_gradients_are_those_of_the_map(name, model):
 def test_scales_that_are_no_products_have_the_formulas():
     for pattern in ("row_col_add", "lora"):
         entry = entries_of(nn.Sequential(nn.Linear(3, 4)), strong("paper", e=sel.Scale(pattern)))[0]
-        assert not is_product(entry.map)
+        assert not is_product(entry.spec)

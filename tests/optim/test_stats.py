@@ -14,7 +14,7 @@ def made(home, model, config):
     """The statistics' arguments, and the raw weights and scales of each tensor by name."""
     if home == "module":
         sel.convert(model, config)
-        maps = {f"{n}.{w}": layer.curved(w) for n, layer in model.named_children() for w in layer.maps}
+        maps = {f"{n}.{w}": layer.curved(w) for n, layer in model.named_children() for w in layer.specs}
         return (model, None), maps
     optimizer = sel.SELAdamW(model, lr=1e-3, config=config, total_steps=3)
     assert sel.stats(model, optimizer) == {}

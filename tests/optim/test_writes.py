@@ -177,7 +177,7 @@ def test_rounding_of_another_machine_is_no_write():
     worn(model, optimizer)
     curved = dict(optimizer.curved())["0.weight"]
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    saved[0]["0.weight"] += 0.9 * transform.tolerance(curved.map.config.mode, curved.raw, curved.scales())
+    saved[0]["0.weight"] += 0.9 * transform.tolerance(curved.spec.config.mode, curved.raw, curved.scales())
     twin, resumed = setup()
     twin.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])

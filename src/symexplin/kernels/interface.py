@@ -26,7 +26,7 @@ __all__ = [
     "Tensors",
     "is_dense",
     "is_memory",
-    "is_plain",
+    "has_no_subclass",
     "matrix_shape",
 ]
 
@@ -34,10 +34,10 @@ Factors = tuple[Tensor, Tensor]  # kappa, c and lambda of all rows and of all co
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def is_plain(tensor: Tensor) -> bool:
+def has_no_subclass(tensor: Tensor) -> bool:
     """Whether a tensor has no subclass: these may have no address or other semantics.
 
-    >>> is_plain(Tensor([1.0, 2.0]))
+    >>> has_no_subclass(Tensor([1.0, 2.0]))
     True
     """
     return type(tensor) in _PLAIN
@@ -50,7 +50,7 @@ def is_memory(tensor: Tensor) -> bool:
     >>> is_memory(z.imag), is_memory(z.conj().imag)
     (True, False)
     """
-    return is_plain(tensor) and not tensor.is_neg() and (tensor.data_ptr() != 0 or tensor.numel() == 0)
+    return has_no_subclass(tensor) and not tensor.is_neg() and (tensor.data_ptr() != 0 or tensor.numel() == 0)
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -21,11 +21,11 @@ from tqdm import tqdm
 
 from symexplin.checks import naming
 from symexplin.config import SELConfig
-from symexplin.curve import Curved, Map
 from symexplin.lab.files import format_columns
 from symexplin.lab.weights import is_raw, iter_tensors, read_map
 from symexplin.modes import Scales
 from symexplin.routes import Routing, routing
+from symexplin.spec import RawWeight, Spec
 from symexplin.transform import compute_dtype, forward, tolerance
 
 __all__ = ["Inspection", "Row", "curved_in", "curved_matrices", "format_inspection", "inspect_file", "xavier_bound"]
@@ -197,8 +197,8 @@ def _row(name: str, shape: tuple[int, ...], parts: Sequence[_Part]) -> Row:
 
 def _inversion_error(w: Tensor, config: SELConfig) -> float:
     """Invert the map in the dtype of a layer, and return the largest error."""
-    dtype, spec = compute_dtype(w), Map.of(w.shape, "oi", config)
-    here = Curved(spec, w.to(dtype), spec.start(dtype, w.device, position=0))
+    dtype, spec = compute_dtype(w), Spec.of(w.shape, "oi", config)
+    here = RawWeight(spec, w.to(dtype), spec.start(dtype, w.device, position=0))
     raw, scales = here.inverse(here.raw), here.scales()
     exact = Scales(*(v.double() if isinstance(v, Tensor) else v for v in scales))  # type: ignore[arg-type]
     gap = (forward(config.mode, raw.double(), exact) - w.double()).abs()

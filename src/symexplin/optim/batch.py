@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from symexplin.curve import Curved
 from symexplin.optim.entry import Entry, Leaf, Moments, clipped
 from symexplin.optim.groups import rate_of
+from symexplin.spec import RawWeight
 
 __all__ = ["ADAMW", "Batch", "FormulaBatch", "Pack", "Rule", "runs"]
 
@@ -116,12 +116,12 @@ class FormulaBatch(Batch):
 
     def norm(self) -> Tensor:
         """See :meth:`Batch.norm`."""
-        self._before: list[Curved | None] = []  # the maps with their old scales
+        self._before: list[RawWeight | None] = []  # the maps with their old scales
         grads: list[Tensor] = []
         for entry in self.entries:
             gradient, curved = entry.gradient().to(entry.dtype), None
             if entry.is_stored:
-                curved = entry.curved_map()
+                curved = entry.raw_weight()
                 gradient, entry.grads = curved.pullback(gradient)
                 curved = curved._replace(tensors={name: scale.clone() for name, scale in curved.tensors.items()})
                 grads += [] if entry.shard.groups else entry.grads.values()
@@ -153,7 +153,7 @@ class FormulaBatch(Batch):
         entry, curved = self.entries[i], self._before[i]
         grad, before = entry.gradient().to(entry.dtype), None
         if curved is not None:
-            grad, value = grad * curved.slope(), entry.own("raw")
+            grad, value = grad * curved.slope(), entry.local_state("raw")
         elif entry.closed is not None:
             weight = entry.weight()
             grad, before = grad * entry.closed.slope(weight), entry.closed.raw(weight)
@@ -167,13 +167,13 @@ class FormulaBatch(Batch):
 def _write(entry: Entry, value: Tensor, before: Tensor | None) -> None:
     """Write the weight of a new raw value, or of a new plain one, into the model."""
     if entry.is_stored:
-        entry.value.copy_(entry.curved_map().effective(entry.value.dtype))
+        entry.value.copy_(entry.raw_weight().effective(entry.value.dtype))
         return
     if entry.closed is not None:
         assert before is not None
         value = entry.closed.move(entry.weight(), value - before)
     if "master" in entry.state:
-        entry.own("master").copy_(value)
+        entry.local_state("master").copy_(value)
     entry.value.copy_(value)
 
 

@@ -72,22 +72,22 @@ def _kind_of(entry: Entry, rule: Rule) -> Any:
     """Return a key that parameters in one kernel batch share, or None if kernels do not cover the parameter."""
     if kernels_for(entry.value.device) is None or entry.value.dtype not in (torch.float32, torch.bfloat16):
         return None
-    if not _is_usual(entry, rule):
+    if not _is_valid_for_kernels(entry, rule):
         return None
     if entry.is_stored:
         is_turned = "io" in entry.axes
-        is_mixed = is_turned and bool(entry.shard.groups) and bool(entry.map.by_role("delta"))
-        if not is_product(entry.map) or not entry.value.is_contiguous() or is_mixed:
+        is_mixed = is_turned and bool(entry.shard.groups) and bool(entry.spec.by_role("delta"))
+        if not is_product(entry.spec) or not entry.value.is_contiguous() or is_mixed:
             return None
         return "product, turned" if is_turned else "product"
     is_covered = entry.closed.mode == "exp_only" if entry.closed else rule.is_adamw
     return (entry.closed, "master" in entry.state) if is_covered else None
 
 
-def _is_usual(entry: Entry, rule: Rule) -> bool:
+def _is_valid_for_kernels(entry: Entry, rule: Rule) -> bool:
     """Whether values and state are dense tensors in memory with equal strides, and scales are in float32."""
     value = entry.value
-    scales = [entry.own(key) for key in entry.scales]
+    scales = [entry.local_state(key) for key in entry.scales]
     if not all(scale.dtype == torch.float32 and scale.device == value.device for scale in scales):
         return False
     names = [*rule.moments(entry.kind, entry.axes), *(key for key in ("raw", "master") if key in entry.state)]
@@ -96,7 +96,7 @@ def _is_usual(entry: Entry, rule: Rule) -> bool:
         and is_dense(value)
         and all(
             key in entry.state
-            and is_memory(t := entry.own(key))
+            and is_memory(t := entry.local_state(key))
             and t.dtype == torch.float32
             and t.device == value.device
             and t.shape == value.shape

@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import is_fake
 
 from symexplin.checks import naming
 from symexplin.closed import Closed
-from symexplin.curve import Curved, Map, ScaleTensor
 from symexplin.optim.annealing import multiplier
-from symexplin.optim.groups import Group, config_of, is_curved, map_of, name_of, rate_of
+from symexplin.optim.groups import Group, config_of, is_curved, name_of, rate_of, spec_of
 from symexplin.optim.shard import WHOLE, Shard, address, is_dtensor, local, shard_of
+from symexplin.spec import RawWeight, ScaleTensor, Spec
 from symexplin.transform import compute_dtype
 
 __all__ = ["Entry", "Leaf", "Moments", "clipped", "moment_key", "shapes_of"]
@@ -52,7 +52,7 @@ class Leaf:
     weight_decay: float
     step: float  # number of updates of this tensor, including this one
     shape: Sequence[int]  # of the whole tensor
-    axes: str = ""  # of a raw weight, see symexplin.curve
+    axes: str = ""  # of a raw weight, see symexplin.spec
     moments: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     shard: Shard = field(default=WHOLE, repr=False)
 
@@ -100,9 +100,9 @@ class Entry:
         self.closed: Closed | None = None
         self.scales: dict[str, tuple[ScaleTensor, Shard]] = {}  # the learned ones, whole, with their placements
         if self.curved:
-            self.map: Map = map_of(group, i, self.value.shape)
-            self.closed = Closed.of(config_of(group)) if self.map.is_closed else None
-            tensors = map_of(group, i, self.shape).tensors
+            self.spec: Spec = spec_of(group, i, self.value.shape)
+            self.closed = Closed.of(config_of(group)) if self.spec.is_closed else None
+            tensors = spec_of(group, i, self.shape).tensors
             self.scales = {tensor.name: (tensor, self.shard.along(tensor.dims)) for tensor in tensors}
         self.is_stored = self.curved and self.closed is None  # whether the state has a raw weight
         self.grads: dict[str, Tensor] = {}  # of the scales, in a step
@@ -115,7 +115,7 @@ class Entry:
 
     # ---- values ----
 
-    def own(self, key: str) -> Tensor:
+    def local_state(self, key: str) -> Tensor:
         """Return the local part of a tensor of the state."""
         return local(self.state[key])
 
@@ -132,14 +132,14 @@ class Entry:
         """
         if "master" not in self.state:
             return self.value.to(self.dtype)
-        master = self.own("master")
+        master = self.local_state("master")
         return torch.where(master.to(self.value.dtype) == self.value, master, self.value.to(self.dtype))
 
-    def curved_map(self) -> Curved:
+    def raw_weight(self) -> RawWeight:
         """Return the map at the present raw weight and scales."""
         if self.closed is not None:
-            return Curved(self.map, self.closed.raw(self.weight()), {})
-        return Curved(self.map, self.own("raw"), {name: self.own(name) for name in self.scales})
+            return RawWeight(self.spec, self.closed.raw(self.weight()), {})
+        return RawWeight(self.spec, self.local_state("raw"), {name: self.local_state(name) for name in self.scales})
 
     # ---- a step ----
 
@@ -166,7 +166,7 @@ class Entry:
             step=step,
             shape=self.shape,
             axes=self.axes,
-            moments={name: self.own(name) for name in moments(self.kind, self.axes)},
+            moments={name: self.local_state(name) for name in moments(self.kind, self.axes)},
             shard=self.shard,
         )
 
@@ -178,7 +178,7 @@ class Entry:
         lr, decay = rate_of(self.group), float(self.group["weight_decay"])
         leaves = []
         for name, (tensor, shard) in self.scales.items():
-            value, rate = self.own(name), lr * tensor.lr_scale * multiplier(f"k_{tensor.role}", self.group)
+            value, rate = self.local_state(name), lr * tensor.lr_scale * multiplier(f"k_{tensor.role}", self.group)
             leaf = Leaf(
                 kind="scale",
                 name=f"{self.name} {name}",
@@ -188,7 +188,7 @@ class Entry:
                 weight_decay=decay if tensor.decays else 0.0,
                 step=step,
                 shape=tensor.shape,
-                moments={moment: self.own(moment_key(name, moment)) for moment in names},
+                moments={moment: self.local_state(moment_key(name, moment)) for moment in names},
                 shard=shard,
             )
             leaves.append(leaf)
@@ -204,7 +204,7 @@ class Entry:
             self._create_moments("weight", self.value, moments(self.kind, self.axes))
             if self.scales:
                 position = self.group["position"][self.index]  # initialized whole, to be independent of the sharding
-                first = map_of(self.group, self.index, self.shape).start(self.dtype, self.value.device, position)
+                first = spec_of(self.group, self.index, self.shape).start(self.dtype, self.value.device, position)
                 for name, (tensor, shard) in self.scales.items():
                     value = shard.cut(first[name])
                     state[name] = shard.wrap(value, tensor.shape)
@@ -215,9 +215,9 @@ class Entry:
             state["master"] = self.shard.wrap(self.value.to(self.dtype), self.shape)
 
     def _inverse(self) -> Tensor:
-        scales = {name: self.own(name) for name in self.scales}
+        scales = {name: self.local_state(name) for name in self.scales}
         with naming(self.name):
-            return in_format_of(self.value, Curved(self.map, self.value.to(self.dtype), scales).inverse(self.value))
+            return in_format_of(self.value, RawWeight(self.spec, self.value.to(self.dtype), scales).inverse(self.value))
 
     def _create_moments(self, leaf: str, like: Tensor, names: Iterable[str]) -> None:
         shard, shape = self._placement(leaf)
@@ -266,7 +266,7 @@ def shapes_of(group: Group, i: int, moments: Moments) -> dict[str, Sequence[int]
     shapes: dict[str, Sequence[int]] = {"step": ()}
     if not is_curved(group):
         return shapes | dict.fromkeys(moments("plain", ""), shape)
-    spec = map_of(group, i, shape)
+    spec = spec_of(group, i, shape)
     shapes |= dict.fromkeys(moments("raw", spec.axes), shape) | ({} if spec.is_closed else {"raw": shape})
     for tensor in spec.tensors:
         shapes |= {tensor.name: tensor.shape}

@@ -8,10 +8,10 @@ from torch import nn
 
 from symexplin.checks import check_flag
 from symexplin.config import SELConfig
-from symexplin.curve import CurvedBase, Map
 from symexplin.routes import Rate, Route, Routing, check_model, routing
+from symexplin.spec import CurvedBase, Spec
 
-__all__ = ["Group", "config_of", "is_curved", "map_of", "name_of", "param_groups", "rate_of"]
+__all__ = ["Group", "config_of", "is_curved", "spec_of", "name_of", "param_groups", "rate_of"]
 
 Group = dict[str, Any]
 
@@ -164,9 +164,9 @@ def _config_of(text: str) -> SELConfig:
     return SELConfig.from_json(text)
 
 
-def map_of(group: Group, i: int, shape: Sequence[int]) -> Map:
+def spec_of(group: Group, i: int, shape: Sequence[int]) -> Spec:
     """Return the map of a tensor of this shape that is, or is a part of, parameter i of a curved group."""
-    return Map.of(shape, group["axes"][i], config_of(group))
+    return Spec.of(shape, group["axes"][i], config_of(group))
 
 
 def name_of(group: Group, i: int) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from symexplin.curve import is_weight, outputs_first, stack_size
 from symexplin.kernels.interface import (
     ClosedPlan,
     Delta,
@@ -19,12 +18,13 @@ from symexplin.kernels.interface import (
     ProductPlan,
     Rates,
     Tensors,
+    has_no_subclass,
     is_memory,
-    is_plain,
 )
 from symexplin.optim.batch import ADAMW, Batch, Pack, Rule, runs
 from symexplin.optim.entry import Entry, Leaf
 from symexplin.optim.products import PackedScales, divides
+from symexplin.spec import is_weight, outputs_first, stack_size
 
 __all__ = ["ClosedPack", "ProductPack"]
 
@@ -68,7 +68,7 @@ class _KernelBatch(Batch):
 
 
 def _is_strided(grad: Any) -> bool:
-    return grad is not None and is_plain(grad) and grad.layout == torch.strided and is_memory(grad)
+    return grad is not None and has_no_subclass(grad) and grad.layout == torch.strided and is_memory(grad)
 
 
 class ClosedPack(Pack):
@@ -82,7 +82,7 @@ class ClosedPack(Pack):
         """Return the kernels for some of the parameters."""
         names = {"exp_avgs": "exp_avg", "exp_avg_sqs": "exp_avg_sq"} if self.rule.is_adamw else {}
         names |= {"masters": "master"} if "master" in entries[0].state else {}
-        lists = {line: [entry.own(name) for entry in entries] for line, name in names.items()}
+        lists = {line: [entry.local_state(name) for entry in entries] for line, name in names.items()}
         return self._kernels.closed(entries[0].closed, Tensors([entry.value for entry in entries], **lists))
 
     def batch(self, places: tuple[int, ...]) -> Batch:
@@ -200,7 +200,7 @@ class _ProductBatch(_KernelBatch):
                 yield [
                     entry.weight_leaf(
                         self.rule.moments,
-                        entry.own("raw").clone() if self.lr == 0.0 else entry.own("raw"),
+                        entry.local_state("raw").clone() if self.lr == 0.0 else entry.local_state("raw"),
                         grad,
                         self.count,
                     )
@@ -215,7 +215,7 @@ class _ProductBatch(_KernelBatch):
 
 def _split(entries: Sequence[Entry], name: str) -> list[Tensor]:
     """Return the matrices of a tensor in the state of each parameter."""
-    return [part for entry in entries for part in _parts_of(entry, entry.own(name))]
+    return [part for entry in entries for part in _parts_of(entry, entry.local_state(name))]
 
 
 def _parts_of(entry: Entry, tensor: Tensor) -> Sequence[Tensor]:
@@ -234,10 +234,10 @@ def _like(entries: Sequence[Entry], flat: Tensor) -> list[Tensor]:
 
 def _deltas(entry: Entry) -> list[Delta | None]:
     """Return the low-rank summand of each matrix, with where its gradients go."""
-    names = [tensor.name for tensor in entry.map.by_role("delta")]
+    names = [tensor.name for tensor in entry.spec.by_role("delta")]
     if not names:
         return [None] * stack_size(entry.axes, entry.value.shape)
-    tensors = [of(name) for of in (entry.own, entry.grads.__getitem__) for name in names]
+    tensors = [of(name) for of in (entry.local_state, entry.grads.__getitem__) for name in names]
     if not outputs_first(entry.axes):  # (A B)^T = B^T A^T
         tensors = [tensor.mT for tensor in (tensors[1], tensors[0], tensors[3], tensors[2])]
     return [Delta(*parts) for parts in zip(*(_parts_of(entry, tensor) for tensor in tensors), strict=True)]

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from symexplin.checks import LATER, check_curved, check_flag, check_group, check_saved, check_whole, plain, warn
+from symexplin.checks import LATER, as_numbers, check_curved, check_flag, check_group, check_saved, check_whole, warn
 from symexplin.config import SELConfig
-from symexplin.curve import Curved
 from symexplin.optim.annealing import multipliers
 from symexplin.optim.batch import Batch, Rule
 from symexplin.optim.batches import Batches
@@ -20,6 +19,7 @@ from symexplin.optim.entry import Entry, Leaf, shapes_of
 from symexplin.optim.groups import Group, config_of, is_curved, param_groups, rate_of
 from symexplin.optim.shard import Groups, any_process, global_norm, local
 from symexplin.optim.writes import Writes
+from symexplin.spec import RawWeight
 
 __all__ = ["RawSpaceOptimizer", "map_lines"]
 
@@ -59,7 +59,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         config: SELConfig | None = None,
         no_decay: Sequence[str] = (),
     ) -> None:
-        defaults = plain(defaults | {key: value for key, value in _SETTINGS.items() if key not in defaults})
+        defaults = as_numbers(defaults | {key: value for key, value in _SETTINGS.items() if key not in defaults})
         is_model = isinstance(params, nn.Module)
         if is_model:
             given = {key: defaults[key] for key in ("lr", "weight_decay")}
@@ -204,9 +204,9 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             if state := self.state.get(group["params"][i]):
                 yield Entry(group, i, state)
 
-    def curved(self) -> Iterator[tuple[str, Curved]]:
+    def curved(self) -> Iterator[tuple[str, RawWeight]]:
         """Yield (name, map) of the local part of every curved parameter with state."""
-        return ((entry.name, entry.curved_map()) for entry in self.entries() if entry.curved)
+        return ((entry.name, entry.raw_weight()) for entry in self.entries() if entry.curved)
 
     def _indices(self) -> Iterator[tuple[Group, int]]:
         for group in self.param_groups:
@@ -277,7 +277,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         """
         super().add_param_group(copy.copy(param_group))  # not dict(): torch refuses other types
         group = self.param_groups[-1]
-        group |= {key: plain(value) for key, value in group.items() if key != "params"}
+        group |= {key: as_numbers(value) for key, value in group.items() if key != "params"}
         group.setdefault("role", "plain")
         group.setdefault("steps", 0)
         try:
@@ -354,7 +354,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
 
 def _plain_groups(_: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    saved["param_groups"] = plain(saved["param_groups"])
+    saved["param_groups"] = as_numbers(saved["param_groups"])
     saved["state"] = {key: _unpacked(state) for key, state in saved["state"].items()}
 
 

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from symexplin.curve import Map, ScaleTensor, dims_of, is_weight, outputs_first, sides, stack_size
 from symexplin.kernels.interface import Factors, Kernels, Rates, Tensors
 from symexplin.modes import exp
 from symexplin.optim.annealing import multiplier
 from symexplin.optim.batch import ADAMW
 from symexplin.optim.entry import Entry, moment_key
+from symexplin.spec import ScaleTensor, Spec, dims_of, is_weight, outputs_first, sides, stack_size
 
 __all__ = ["PackedScales", "divides", "fixed_factors", "is_product"]
 
@@ -37,11 +37,11 @@ _LINES = {"m": (_KAPPA,), "e": (_C,), "n": (_C,), "l": (_LAMBDA,), "s": (_C, _LA
 
 
 @functools.cache
-def is_product(spec: Map) -> bool:
+def is_product(spec: Spec) -> bool:
     """Whether kappa, c and lambda are products.
 
     >>> from symexplin.presets import preset
-    >>> [is_product(Map.of((4, 3), "oi", preset(name))) for name in ("paper", "paper+offset", "absorbed")]
+    >>> [is_product(Spec.of((4, 3), "oi", preset(name))) for name in ("paper", "paper+offset", "absorbed")]
     [True, True, True]
     """
     return spec.config.mode in _SIGNS and all(
@@ -51,12 +51,12 @@ def is_product(spec: Map) -> bool:
     )
 
 
-def divides(spec: Map) -> bool:
+def divides(spec: Spec) -> bool:
     """Whether c and lambda are divided by kappa."""
     return spec.config.normalize and spec.config.mode != "linear"
 
 
-def fixed_factors(spec: Map) -> tuple[float, float, float]:
+def fixed_factors(spec: Spec) -> tuple[float, float, float]:
     """Return the numbers in kappa, c and lambda that are not learned.
 
     If kappa normalizes, c and lambda are still to be divided by it.
@@ -139,10 +139,10 @@ class PackedScales:
     """
 
     def __init__(self, entries: Sequence[Entry], moments: Sequence[str], kernels: Kernels) -> None:
-        self.entries, self.spec = entries, entries[0].map
+        self.entries, self.spec = entries, entries[0].spec
         places = sorted(_places(entries), key=lambda place: _order(place.key))
         names = [(place.entry, place.tensor.name) for place in places]
-        sizes = [place.entry.own(name).numel() for place, (_, name) in zip(places, names, strict=True)]
+        sizes = [place.entry.local_state(name).numel() for place, (_, name) in zip(places, names, strict=True)]
         device = entries[0].value.device
         self.values = _pack(names, sizes, device)
         self.moments = [
@@ -302,7 +302,7 @@ def _places(entries: Sequence[Entry]) -> Iterator[_Place]:
     """Yield the learned tensors of parameters with what they belong to."""
     for entry in entries:
         outputs, inputs = dims_of(entry.axes, "eo"), dims_of(entry.axes, "ei")
-        for tensor in entry.map.tensors:
+        for tensor in entry.spec.tensors:
             if tensor.role == "delta":
                 key = tensor.name
             elif tensor.dims == outputs:
@@ -330,7 +330,7 @@ def _pack(names: Sequence[tuple[Entry, str]], sizes: Sequence[int], device: torc
     """Return one tensor with the values of tensors of states, which become views of it."""
     packed = torch.empty(sum(sizes), dtype=torch.float32, device=device)
     for (entry, name), part in zip(names, torch.split(packed, list(sizes)), strict=True):
-        own = entry.own(name)
+        own = entry.local_state(name)
         entry.put(name, _viewed(entry, name, part).copy_(own))
     return packed
 
@@ -340,7 +340,7 @@ def _viewed(entry: Entry, name: str, part: Tensor) -> Tensor:
 
     The factors of a delta lie in the order of memory of their matrix, as kernels take them.
     """
-    shape = entry.own(name).shape
+    shape = entry.local_state(name).shape
     is_turned = name.startswith("delta") and not outputs_first(entry.axes)
     return part.view(*shape[:-2], shape[-1], shape[-2]).mT if is_turned else part.view(shape)
 

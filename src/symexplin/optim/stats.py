@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from symexplin.curve import Curved, is_weight
 from symexplin.modules import SELLinear
 from symexplin.optim.optimizer import RawSpaceOptimizer
 from symexplin.optim.shard import WHOLE, Shard, whole
 from symexplin.routes import check_model
+from symexplin.spec import RawWeight, is_weight
 
 __all__ = ["stats"]
 
@@ -53,16 +53,16 @@ class _Tally:
         self.sums: dict[str, list[float]] = {}
         self.largest = 0.0
 
-    def add(self, curved: Curved, size: int) -> None:
+    def add(self, curved: RawWeight, size: int) -> None:
         """Add the local part of a tensor that has `size` entries over all processes."""
         raw, scales = curved.raw, curved.scales()
         for role, value in scales._asdict().items():
             if isinstance(value, Tensor) and role != "delta":
                 # Entries count 1 / size, so that the parts of a sharded tensor add up to its mean.
                 self._sum(role, value.double().expand(raw.shape), 1.0 / size)
-        if is_weight(curved.map.axes):
+        if is_weight(curved.spec.axes):
             self._sum("slope", curved.slope().abs().double())
-            if curved.map.config.mode != "linear":  # a linear map has no curve
+            if curved.spec.config.mode != "linear":  # a linear map has no curve
                 x = (scales.kappa * raw.abs()).double()
                 if x.numel():
                     self._raise_to(float(x.max()))
@@ -105,7 +105,7 @@ class _Tally:
         return result | ({"kappa_w/max": self.largest, "tail/fraction": tail / count} if count else {})
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[Curved, int, Shard]]:
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[RawWeight, int, Shard]]:
     """Yield the local part of each curved tensor, its number of entries over all processes, and its placement."""
     if not isinstance(optimizer, torch.optim.Optimizer | None):
         raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -113,15 +113,15 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
     if isinstance(inner, RawSpaceOptimizer):
         for entry in inner.entries():
             if entry.curved:
-                yield entry.curved_map(), math.prod(entry.shape), entry.shard
+                yield entry.raw_weight(), math.prod(entry.shape), entry.shard
         return
     for layer in model.modules():
         if isinstance(layer, SELLinear):
-            for name in layer.maps:
+            for name in layer.specs:
                 curved = layer.curved(name)
                 # fully_shard splits each parameter of the layer separately, so their local parts do not match.
                 tensors = {key: whole(value) for key, value in curved.tensors.items()}
-                yield curved._replace(raw=whole(curved.raw), tensors=tensors), math.prod(curved.map.shape), WHOLE
+                yield curved._replace(raw=whole(curved.raw), tensors=tensors), math.prod(curved.spec.shape), WHOLE
 
 
 def _total(values: Tensor) -> float:

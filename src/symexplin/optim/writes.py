@@ -46,7 +46,7 @@ def _adopt(entry: Entry) -> None:
     if not bool(changed.any()):
         return
     try:
-        entry.own("raw").copy_(entry.curved_map().inverse(entry.value, where=changed))
+        entry.local_state("raw").copy_(entry.raw_weight().inverse(entry.value, where=changed))
     except ValueError as error:
         raise ValueError(f"{entry.name}: weights written from outside cannot be adopted: {error}") from None
 
@@ -57,8 +57,8 @@ def _differing(entry: Entry) -> torch.Tensor:
     An entry that was not written may differ by the map's error bound: the last step was computed by kernels, or on
     another machine. Rounding is monotonic, so in half precision it lies between the rounded ends.
     """
-    curved, actual = entry.curved_map(), entry.value
+    curved, actual = entry.raw_weight(), entry.value
     expected = curved.effective()
-    slack = 2.0 * tolerance(curved.map.config.mode, curved.raw, curved.scales())  # both sides were rounded
+    slack = 2.0 * tolerance(curved.spec.config.mode, curved.raw, curved.scales())  # both sides were rounded
     low, high = (expected - slack).to(actual.dtype), (expected + slack).to(actual.dtype)
     return ~((low <= actual) & (actual <= high))

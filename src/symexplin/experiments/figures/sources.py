@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from symexplin.curve import Curved, Map
 from symexplin.experiments.tables import TABLE, read_table
 from symexplin.lab.build import Built, build
 from symexplin.lab.checkpoint import newest_intact
@@ -27,6 +26,7 @@ from symexplin.modes import Scales
 from symexplin.modules import SELLinear
 from symexplin.optim import RawSpaceOptimizer
 from symexplin.presets import IDENTITY
+from symexplin.spec import RawWeight, Spec
 from symexplin.transform import forward
 
 __all__ = [
@@ -149,18 +149,18 @@ def probe(folder: Path) -> Probe:
     load_weights(built.model, path)
     load_optimizer(built.optimizer, path, state["optimizer"])
     curved = _curved(built) or {
-        name: Curved(Map.of(layer.weight.shape, "oi", IDENTITY), layer.weight, {})
+        name: RawWeight(Spec.of(layer.weight.shape, "oi", IDENTITY), layer.weight, {})
         for name, layer in layers.items()
         if name.startswith("blocks.")
     }
     stride = -(-sum(each.raw.numel() for each in curved.values()) // LIMIT) | 1  # odd: no column is left out
-    matrices: dict[str, list[tuple[Tensor, Tensor, Curved]]] = {}
+    matrices: dict[str, list[tuple[Tensor, Tensor, RawWeight]]] = {}
     for name, each in curved.items():
         matrices.setdefault(name.rpartition(".")[2], []).append((initial[name], layers[name].weight, each))
     return Probe(int(state["step"]), {role: _role(parts, stride) for role, parts in matrices.items()})
 
 
-def _curved(built: Built) -> dict[str, Curved]:
+def _curved(built: Built) -> dict[str, RawWeight]:
     """Return the maps of the curved matrices by layer."""
     if isinstance(built.optimizer, RawSpaceOptimizer):
         in_optimizer = built.optimizer.curved()
@@ -169,7 +169,7 @@ def _curved(built: Built) -> dict[str, Curved]:
     return {name: layer.curved() for name, layer in layers}
 
 
-def _role(matrices: list[tuple[Tensor, Tensor, Curved]], stride: int) -> RoleWeights:
+def _role(matrices: list[tuple[Tensor, Tensor, RawWeight]], stride: int) -> RoleWeights:
     """Return every `stride`-th position of matrices (initial, effective, curved) of one shape and one mode."""
     initial, effective, curved = zip(*matrices, strict=True)
     shape, like = initial[0].shape, curved[0].raw
@@ -181,7 +181,7 @@ def _role(matrices: list[tuple[Tensor, Tensor, Curved]], stride: int) -> RoleWei
     normalizers, *scales = zip(*(each.scales() for each in curved), strict=True)
     picked = (None if value[0] is None else pick(value) for value in scales)
     return RoleWeights(
-        mode=curved[0].map.config.mode,
+        mode=curved[0].spec.config.mode,
         initial=pick(initial),
         effective=pick(effective),
         raw=pick(each.raw for each in curved),

@@ -1,4 +1,4 @@
-"""The map of one curved tensor: its static description (:class:`Map`), and the map at given scales (:class:`Curved`).
+"""The map of one curved tensor (:class:`Spec`), and a raw weight under it at given scales (:class:`RawWeight`).
 
 A string has one letter for each dimension of the tensor: "o" counts outputs, "i" inputs, "e" a stack of matrices
 (experts).
@@ -23,7 +23,7 @@ from symexplin.modes import Scales, Value, pullback
 from symexplin.transform import compute_dtype, forward, invert
 
 __all__ = [
-    *("Curved", "CurvedBase", "Map", "ScaleTensor"),
+    *("CurvedBase", "RawWeight", "ScaleTensor", "Spec"),
     *("dims_of", "is_weight", "oriented", "outputs_first", "sides", "stack_size"),
 ]
 
@@ -91,7 +91,7 @@ class ScaleTensor(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Map:
+class Spec:
     """The static description of the map of one tensor.
 
     Args:
@@ -101,7 +101,7 @@ class Map:
             tensor alone.
 
     >>> from symexplin.presets import preset
-    >>> [(t.name, t.shape) for t in Map((3, 2), "oi", preset("paper")).tensors][:2]
+    >>> [(t.name, t.shape) for t in Spec((3, 2), "oi", preset("paper")).tensors][:2]
     [('e_row', (3,)), ('e_column', (2,))]
     """
 
@@ -111,9 +111,9 @@ class Map:
     tensors: tuple[ScaleTensor, ...] = field(init=False, repr=False, compare=False)  # by role, outputs before inputs
 
     @staticmethod
-    def of(shape: Sequence[int], axes: str, config: SELConfig) -> "Map":
+    def of(shape: Sequence[int], axes: str, config: SELConfig) -> "Spec":
         """Return the map with these arguments; equal arguments give the same object."""
-        return _map_of(tuple(shape), axes, config)
+        return _spec_of(tuple(shape), axes, config)
 
     def __post_init__(self) -> None:
         """Compute the derived fields now: computed lazily, they could be first needed inside torch.compile."""
@@ -200,38 +200,38 @@ class Map:
 
 
 @functools.cache
-def _map_of(shape: Shape, axes: str, config: SELConfig) -> Map:
-    return Map(shape, axes, config)
+def _spec_of(shape: Shape, axes: str, config: SELConfig) -> Spec:
+    return Spec(shape, axes, config)
 
 
-class Curved(NamedTuple):
+class RawWeight(NamedTuple):
     """A raw weight under its map: the effective weight, its inverse and its gradients, in the dtype of the raw weight.
 
-    >>> mismatch = Map((3, 2), "oi", SELConfig(beta=7.5, mode="mismatch"))
-    >>> curved = Curved(mismatch, torch.zeros(3, 2, dtype=torch.float64), {})
+    >>> mismatch = Spec((3, 2), "oi", SELConfig(beta=7.5, mode="mismatch"))
+    >>> curved = RawWeight(mismatch, torch.zeros(3, 2, dtype=torch.float64), {})
     >>> w = torch.tensor([[0.1, -0.2], [0.0, 1e-9], [2.0, -3.0]], dtype=torch.float64)
     >>> torch.allclose(curved._replace(raw=curved.inverse(w)).effective(), w, rtol=1e-14, atol=0)
     True
     """
 
-    map: Map
+    spec: Spec
     raw: Tensor
     tensors: Mapping[str, Tensor]
 
     def scales(self) -> Scales:
         """Return the scales of the map, numbers or tensors that broadcast against the raw weight."""
-        config, beta = self.map.config, self.map.beta
+        config, beta = self.spec.config, self.spec.beta
         values = {role: self._value(role) for role in Scales._fields if role in config.roles and role != "delta"}
         kappa: Value = beta
         if "m" in config.roles:
-            kappa = self._value("m") if self.map.is_log("m") else beta * self._value("m")  # paper, Eq. 4
-        residual = [self.tensors[tensor.name] for tensor in self.map.by_role("delta")]
+            kappa = self._value("m") if self.spec.is_log("m") else beta * self._value("m")  # paper, Eq. 4
+        residual = [self.tensors[tensor.name] for tensor in self.spec.by_role("delta")]
         delta = self._product(*residual) if residual else None
         return Scales(None if config.normalize else beta, kappa=kappa, delta=delta, **values)
 
     def effective(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the effective weight (paper, Eq. 7) in `dtype`, by default that of the raw weight."""
-        value = forward(self.map.config.mode, self.raw, self.scales())
+        value = forward(self.spec.config.mode, self.raw, self.scales())
         # torch 2.11 compiles a Function whose forward ends with a `to` that changes nothing to gradients of zero.
         return value if dtype is None or value.dtype == dtype else value.to(dtype)
 
@@ -243,7 +243,7 @@ class Curved(NamedTuple):
         Raises:
             ValueError: an entry to invert is not finite or has no inverse.
         """
-        mode, scales = self.map.config.mode, self.scales()
+        mode, scales = self.spec.config.mode, self.scales()
         if scales.delta is not None:
             w = w.to(compute_dtype(w)) - scales.delta
         scales = scales._replace(delta=None)
@@ -260,10 +260,10 @@ class Curved(NamedTuple):
 
     def pullback(self, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return gradients by the raw weight and by each scale's tensor for a gradient `g` of the effective weight."""
-        names = [tensor.name for tensor in self.map.tensors]
+        names = [tensor.name for tensor in self.spec.tensors]
 
         def effective(raw: Tensor, *tensors: Tensor) -> Tensor:
-            return Curved(self.map, raw, dict(zip(names, tensors, strict=True))).effective()
+            return RawWeight(self.spec, raw, dict(zip(names, tensors, strict=True))).effective()
 
         parts = self.raw, *(self.tensors[name] for name in names)
         raw, *tensors = pullback(effective, g.to(self.raw.dtype), *parts)
@@ -271,8 +271,8 @@ class Curved(NamedTuple):
 
     def _value(self, role: str) -> Value:
         """Return a scale, or kappa for the absorbed curvature."""
-        first, pattern, is_log = self.map.first(role), self.map.pattern(role), self.map.is_log(role)
-        tensors = self.map.by_role(role)
+        first, pattern, is_log = self.spec.first(role), self.spec.pattern(role), self.spec.is_log(role)
+        tensors = self.spec.by_role(role)
         if not tensors:
             return first
         if pattern == "lora":
@@ -297,7 +297,7 @@ class Curved(NamedTuple):
 
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the product of LoRA's factors with the shape of the raw weight."""
-        return oriented(_matmul(a, b), self.map.axes)
+        return oriented(_matmul(a, b), self.spec.axes)
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -310,6 +310,6 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
 class CurvedBase(nn.Module):
     """What routing knows of a module with raw weights; :class:`symexplin.modules.SELLinear` implements it."""
 
-    def sel_roles(self) -> dict[str, tuple[Map, ScaleTensor | None]]:
+    def sel_roles(self) -> dict[str, tuple[Spec, ScaleTensor | None]]:
         """Return (map, None) for every raw weight and (map, tensor) for every tensor of a scale, by local names."""
         raise NotImplementedError

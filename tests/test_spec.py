@@ -1,4 +1,4 @@
-"""Map and Curved: the tensors of every pattern; values, gradients and inverses against the map of single elements."""
+"""The tensors of every pattern; values, gradients and inverses against the map of single elements."""
 
 import math
 
@@ -10,7 +10,7 @@ from pairwise import every_pair
 from states import STATES
 from symexplin import transform
 from symexplin.config import MODES, PATTERNS
-from symexplin.curve import Curved, Map
+from symexplin.spec import RawWeight, Spec
 
 # By axes: the shape of a tensor.
 SHAPES = {"o": (3,), "oi": (3, 2), "io": (2, 3), "eo": (5, 3), "eoi": (5, 3, 2), "eio": (5, 2, 3)}
@@ -31,12 +31,12 @@ def config_of(mode, pattern, curvature, normalize):
 def curved_of(axes, config):
     """Random weights under scales a little above their start, which keeps every map invertible."""
     generator = torch.Generator().manual_seed(0)
-    spec = Map(SHAPES[axes], axes, config)
+    spec = Spec(SHAPES[axes], axes, config)
     tensors = {
         name: value + 0.05 * torch.rand(value.shape, generator=generator, dtype=value.dtype)
         for name, value in start(spec).items()
     }
-    return Curved(spec, 0.3 * torch.randn(spec.shape, generator=generator, dtype=torch.float64), tensors)
+    return RawWeight(spec, 0.3 * torch.randn(spec.shape, generator=generator, dtype=torch.float64), tensors)
 
 
 # ---- the reference: scales of every element, and the map of single elements, which test_transform has ----
@@ -56,7 +56,7 @@ def expand(axes, shape, tensors, stem):
 
 def reference(curved, raw, tensors):
     """Return the effective weight of every element, differentiable by `raw` and the `tensors`."""
-    axes, config = curved.map.axes, curved.map.config
+    axes, config = curved.spec.axes, curved.spec.config
 
     def scale(role):
         absorbed = role == "m" and config.curvature == "absorbed"
@@ -100,13 +100,15 @@ def test_values_gradients_and_inverse_are_those_of_single_elements(
     by_raw, by_tensor = curved.pullback(g)
     torch.testing.assert_close(curved.slope(), slope, rtol=1e-11, atol=1e-13)
     torch.testing.assert_close(by_raw, raw.grad, rtol=1e-11, atol=1e-13)
-    assert list(by_tensor) == [tensor.name for tensor in curved.map.tensors]
-    assert all(tensor.decays == (tensor.role in ("e", "l", "s")) for tensor in curved.map.tensors)
+    assert list(by_tensor) == [tensor.name for tensor in curved.spec.tensors]
+    assert all(tensor.decays == (tensor.role in ("e", "l", "s")) for tensor in curved.spec.tensors)
     for name, grad in by_tensor.items():
         torch.testing.assert_close(grad, tensors[name].grad, rtol=1e-11, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
 
-    fixed = Curved(Map(raw.shape, axes, config_of(mode, "fixed", curvature, normalize)), curved.raw, start(curved.map))
-    at_start = curved._replace(tensors=start(curved.map)).effective()
+    fixed = RawWeight(
+        Spec(raw.shape, axes, config_of(mode, "fixed", curvature, normalize)), curved.raw, start(curved.spec)
+    )
+    at_start = curved._replace(tensors=start(curved.spec)).effective()
     torch.testing.assert_close(at_start, fixed.effective(), rtol=1e-13, atol=1e-15)
 
     w = value.detach()
@@ -118,9 +120,9 @@ def test_values_gradients_and_inverse_are_those_of_single_elements(
 
 def test_a_product_of_low_rank_factors_is_exact_for_every_matmul_precision_and_under_autocast():
     """ "medium" multiplies matrices of this size in bfloat16 on CPUs that can."""
-    spec = Map((64, 64), "oi", sel.SELConfig(7.5, delta=sel.Scale("lora", rank=64)))
+    spec = Spec((64, 64), "oi", sel.SELConfig(7.5, delta=sel.Scale("lora", rank=64)))
     a, b, g = torch.randn(3, 64, 64, generator=torch.Generator().manual_seed(0)).unbind()
-    curved = Curved(spec, torch.zeros(64, 64), {"delta_A": a, "delta_B": b})
+    curved = RawWeight(spec, torch.zeros(64, 64), {"delta_A": a, "delta_B": b})
     with STATES["medium"](), torch.autocast("cpu", torch.bfloat16):
         products = [curved.effective(), *curved.pullback(g)[1].values()]
     expected = (a.double() @ b.double(), g.double() @ b.double().T, a.double().T @ g.double())
@@ -134,7 +136,7 @@ def test_lora_is_drawn_whole_from_a_generator_of_its_own():
     """The draw depends on seed and position alone, and not on the dtype."""
 
     def draw(seed, position, dtype=torch.float64):
-        spec = Map((50, 30), "oi", sel.SELConfig(seed=seed, delta=sel.Scale("lora", rank=4)))
+        spec = Spec((50, 30), "oi", sel.SELConfig(seed=seed, delta=sel.Scale("lora", rank=4)))
         return start(spec, dtype, position)["delta_A"]
 
     state = torch.random.get_rng_state()
@@ -149,4 +151,4 @@ def test_lora_is_drawn_whole_from_a_generator_of_its_own():
 @pytest.mark.parametrize("axes", ["", "i", "oie", "oii", "oi"])
 def test_other_axes_are_refused(axes):
     with pytest.raises(ValueError, match=r"axes must be one of .* a letter per dimension"):
-        Map((2,) * (len(axes) if axes != "oi" else 3), axes, sel.SELConfig())
+        Spec((2,) * (len(axes) if axes != "oi" else 3), axes, sel.SELConfig())
