@@ -8,8 +8,9 @@ import torch
 from pairwise import every_pair
 from reference import DTYPES, MODES, READS, VARIANTS, evaluate, mp, reads, worst
 from symexplin.config import MODES as PACKAGE_MODES
+from symexplin.derivatives import expm1
 from symexplin.functional import effective
-from symexplin.modes import DEFINITIONS, Scales, expm1
+from symexplin.modes import DEFINITIONS, Scales
 from symexplin.transform import forward, tolerance
 
 SHAPE = (12, 14)

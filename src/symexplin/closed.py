@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from symexplin.config import CLOSED_MODES, SELConfig
-from symexplin.modes import DEFINITIONS, Scales, expm1
+from symexplin.derivatives import expm1
+from symexplin.modes import DEFINITIONS, Scales
 
 __all__ = ["Closed"]
 

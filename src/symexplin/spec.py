@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from symexplin.config import DECAYED_ROLES, SELConfig
-from symexplin.modes import Scales, Value, pullback
+from symexplin.derivatives import pullback
+from symexplin.modes import Scales, Value
 from symexplin.transform import compute_dtype, forward, invert
 
 __all__ = [
