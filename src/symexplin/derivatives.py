@@ -96,13 +96,12 @@ def remainder(x: Tensor) -> Tensor:
 
 
 class _SignedExpm1(torch.autograd.Function):
-    """The slope by x at w = 0 is 1, the mean of both sides."""
+    """sign * expm1(sign x); where the sign is 0, the slope by x is 1, the mean of both sides."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, w: Tensor) -> Tensor:
-        sign = torch.sign(w)
+    def forward(x: Tensor, sign: Tensor) -> Tensor:
         return sign * expm1(sign * x)
 
     @staticmethod
@@ -111,11 +110,11 @@ class _SignedExpm1(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        w, value = ctx.saved_tensors
-        return g * (torch.sign(w) * value + 1.0), None
+        sign, value = ctx.saved_tensors
+        return torch.addcmul(g, g * sign, value), None  # g exp(sign x)
 
 
 def signed_expm1(x: Tensor, w: Tensor) -> Tensor:
     """Return sign(w) expm1(kappa |w|) from x = kappa w."""
-    value: Tensor = _SignedExpm1.apply(x, w.detach())  # type: ignore[no-untyped-call]
+    value: Tensor = _SignedExpm1.apply(x, torch.sign(w.detach()))  # type: ignore[no-untyped-call]
     return value
