@@ -285,3 +285,20 @@ def test_the_operators_of_a_step_are_few_for_any_depth(key, monkeypatch):
             optimizer.step()
         counts.append(operators.count)
     assert counts[0] == counts[1] < 80
+
+
+@NEEDS_C
+def test_a_model_that_becomes_float32_leaves_its_master_copies():
+    ends = []
+    for choice in ("readable", "auto"):
+        torch.manual_seed(0)
+        model = nn.Linear(30, 30).to(torch.bfloat16)
+        optimizer = sel.SELAdamW(model, lr=1e-3)
+        with using(choice):
+            for _ in range(3):
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+                model.float()
+        ends.append([parameter.detach() for parameter in model.parameters()])
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-7)

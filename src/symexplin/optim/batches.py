@@ -81,7 +81,7 @@ def _kind_of(entry: Entry, rule: Rule) -> Any:
             return None
         return "product, turned" if is_turned else "product"
     is_covered = entry.closed.mode == "exp_only" if entry.closed else rule.is_adamw
-    return (entry.closed, "master" in entry.state) if is_covered else None
+    return (entry.closed, entry.is_half) if is_covered else None
 
 
 def _is_valid_for_kernels(entry: Entry, rule: Rule) -> bool:

@@ -81,7 +81,7 @@ class ClosedPack(Pack):
     def plan(self, entries: Sequence[Entry]) -> ClosedPlan:
         """Return the kernels for some of the parameters."""
         names = {"exp_avgs": "exp_avg", "exp_avg_sqs": "exp_avg_sq"} if self.rule.is_adamw else {}
-        names |= {"masters": "master"} if "master" in entries[0].state else {}
+        names |= {"masters": "master"} if entries[0].is_half else {}
         lists = {line: [entry.local_state(name) for entry in entries] for line, name in names.items()}
         return self._kernels.closed(entries[0].closed, Tensors([entry.value for entry in entries], **lists))
 
