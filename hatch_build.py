@@ -1,7 +1,7 @@
 """Compile the kernels for CPUs (`cpu.c`) into a wheel, or beside their source for an editable installation.
 
 On x86-64, there is a library for each of three instruction sets, elsewhere one. Without a C compiler, and on Windows,
-the wheel is pure. CC and CFLAGS are what they are everywhere.
+the wheel is pure. It reads CC and CFLAGS.
 """
 
 import hashlib
@@ -32,24 +32,27 @@ class KernelsHook(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, and make the wheel one of this platform; if there is no compiler, say so."""
-        source = Path(self.root, "src", KERNELS, "cpu.c")
-        self._folder = tempfile.TemporaryDirectory(prefix="symexplin-")
-        folder = source.parent if version == "editable" else Path(self._folder.name)
-        for stale in folder.glob("cpu-*.so"):
-            stale.unlink()
+        source, is_editable = Path(self.root, "src", KERNELS, "cpu.c"), version == "editable"
+        if is_editable:
+            for stale in source.parent.glob("cpu-*.so"):
+                stale.unlink()
+        self._folder = tempfile.TemporaryDirectory(prefix=".symexplin-", dir=self.root if is_editable else None)
         try:
-            libraries = compile_kernels(source, folder)
+            libraries = compile_kernels(source, Path(self._folder.name))
         except (OSError, subprocess.CalledProcessError) as error:
             reason = getattr(error, "stderr", None) or error
             self.app.display_warning(f"symexplin is built without its C kernels: {reason}")
             return
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{_platform()}"
-        if version != "editable":
-            build_data["force_include"] |= {str(library): f"{KERNELS}/{library.name}" for library in libraries}
+        for library in libraries:
+            if is_editable:
+                library.replace(source.with_name(library.name))  # from the same file system: whole
+            else:
+                build_data["force_include"][str(library)] = f"{KERNELS}/{library.name}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002
-        """Remove what was compiled for a wheel."""
+        """Remove the temporary folder."""
         self._folder.cleanup()
 
 
@@ -68,11 +71,11 @@ def compile_kernels(source: Path, folder: Path) -> list[Path]:
     for level in X86_64 if platform.machine() in ("x86_64", "AMD64") else ("baseline",):
         wide = ("-mprefer-vector-width=512",) if level == "x86-64-v4" else ()
         march = () if level == "baseline" else (f"-march={level}",)
-        library, draft = folder / f"cpu-{level}.so", folder / f"cpu-{level}.so.draft"
+        library = folder / f"cpu-{level}.so"
         flags = (*FLAGS, *march, *wide, f'-DDIGEST="{digest}"', *shlex.split(os.environ.get("CFLAGS", "")))
-        command = [*compiler, *flags, "-o", str(draft), str(source), "-lm"]
+        command = [*compiler, *flags, "-o", str(library), str(source), "-lm"]
         subprocess.run(command, check=True, capture_output=True, encoding="utf-8", errors="replace")
-        libraries.append(draft.replace(library))
+        libraries.append(library)
     return libraries
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 __all__ = [
     "LATER",
+    "as_numbers",
     "check_choice",
     "check_curved",
     "check_finite",
@@ -24,7 +25,6 @@ __all__ = [
     "check_whole",
     "did_you_mean",
     "naming",
-    "as_numbers",
     "warn",
 ]
 

@@ -57,8 +57,8 @@ def _series(x: Tensor, coefficients: list[float]) -> Tensor:
 
 def ratio(x: Tensor, *, is_odd: bool = False) -> Tensor:
     """Return expm1(x)/x, or if `is_odd` sinh(x)/x."""
-    ratio: Tensor = _Ratio.apply(x, is_odd)  # type: ignore[no-untyped-call]
-    return ratio
+    quotient: Tensor = _Ratio.apply(x, is_odd)  # type: ignore[no-untyped-call]
+    return quotient
 
 
 class _Ratio(torch.autograd.Function):
@@ -77,7 +77,7 @@ class _Ratio(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        x, ratio = ctx.saved_tensors
+        x, quotient = ctx.saved_tensors
         near, terms = x.clamp(-_SERIES_BELOW, _SERIES_BELOW), _SERIES_TERMS[x.dtype]
         if ctx.is_odd:  # sum over k >= 1 of x^(2k-1) 2k/(2k + 1)!
             odd = [2 * k / math.factorial(2 * k + 1) for k in range(1, terms // 2 + 1)]
@@ -85,7 +85,7 @@ class _Ratio(torch.autograd.Function):
         else:  # sum over k >= 2 of x^(k-2) (k - 1)/k!
             series = _series(near, [(k - 1) / math.factorial(k) for k in range(2, terms + 1)])
             slope = torch.exp(x)
-        return g * torch.where(x.abs() < _SERIES_BELOW, series, (slope - ratio) / x), None
+        return g * torch.where(x.abs() < _SERIES_BELOW, series, (slope - quotient) / x), None
 
 
 def remainder(x: Tensor) -> Tensor:

@@ -97,8 +97,7 @@ def effective(
     _check_tensor("w", w)
     dtype = compute_dtype(w, e, l, m, beta_tilde, n, s, delta)
     kappa, normalizer = _curvature(mode, beta, _cast(m, dtype), curvature, beta_tilde, normalize)
-    values = (_cast(v, dtype) for v in (w, e, l, kappa, n, s, delta))
-    raw, *scales = values
+    raw, *scales = (_cast(v, dtype) for v in (w, e, l, kappa, n, s, delta))
     return forward(mode, raw, Scales(normalizer, *scales))
 
 

@@ -1,19 +1,18 @@
 """The paper's initialization of a plain model, before training (section 4.3)."""
 
 import dataclasses
-import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from symexplin.checks import check_flag, naming
 from symexplin.config import SELConfig
-from symexplin.routes import check_values, routing
+from symexplin.routes import check_values, matching, routing
 from symexplin.spec import RawWeight, Spec
 from symexplin.transform import compute_dtype
 
-__all__ = ["init_", "matching"]
+__all__ = ["init_"]
 
 
 @torch.no_grad()
@@ -80,23 +79,6 @@ def init_(
             with naming(route.name):
                 route.parameter.copy_(_mismatched(route.parameter, route.spec(table.config)))
     return model
-
-
-def matching(argument: str, patterns: Sequence[str], names: Iterable[str]) -> set[str]:
-    """Return the names that match a pattern (fnmatch); raise ValueError for a pattern that matches none.
-
-    >>> matching("exclude", ["*.o.*"], ["0.q.weight", "0.o.weight"])
-    {'0.o.weight'}
-    """
-    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise ValueError(f"{argument} must be a sequence of name patterns, got {patterns!r}")
-    names, found = list(names), set[str]()
-    for pattern in patterns:
-        matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-        if not matched:
-            raise ValueError(f"{argument} pattern {pattern!r} matches no parameter")
-        found.update(matched)
-    return found
 
 
 def _mismatched(target: Tensor, spec: Spec) -> Tensor:

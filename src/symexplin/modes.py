@@ -12,7 +12,6 @@ offset n, overall scale s and residual delta (paper, Eqs. 3-7 and appendix B):
 and w_eff = s * mode + delta (:mod:`symexplin.transform`). The values are written so that autograd's derivatives do not
 cancel, and so that the slope at w = 0 is the mean of the one-sided slopes: with that of sign(w), a weight that starts
 at zero would not move.
-
 """
 
 import functools

@@ -18,7 +18,7 @@ from symexplin.transform import check_invertible
 
 __all__ = [
     *("Rate", "Route", "Routing", "by_name", "check_model", "check_no_decay", "check_values", "is_convertible"),
-    "routing",
+    *("matching", "routing"),
 ]
 
 # Patterns of the last part of a module's name.
@@ -407,6 +407,19 @@ def _check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str]
     for pattern in patterns:
         if first_match(names, [pattern]) is None:
             raise ValueError(f"{argument} pattern {pattern!r} matches no parameter")
+
+
+def matching(argument: str, patterns: Sequence[str], names: Iterable[str]) -> set[str]:
+    """Return the names that match a pattern (fnmatch); raise ValueError for a pattern that matches none.
+
+    >>> matching("exclude", ["*.o.*"], ["0.q.weight", "0.o.weight"])
+    {'0.o.weight'}
+    """
+    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f"{argument} must be a sequence of name patterns, got {patterns!r}")
+    names = list(names)
+    _check_patterns(argument, patterns, names)
+    return {name for name in names if first_match([name], patterns) is not None}
 
 
 def check_no_decay(no_decay: Sequence[str] | str) -> tuple[str, ...] | str:

@@ -292,9 +292,7 @@ class RawWeight(NamedTuple):
         value, lacks = self.tensors[tensor.name], sorted(tensor.lacks, key=lambda dim: self.raw.shape[dim])
         for dim in tensor.lacks:
             value = value.unsqueeze(dim)
-        for dim in lacks[:-1]:
-            value = value.expand(*(self.raw.shape[dim] if k == dim else n for k, n in enumerate(value.shape)))
-        return value
+        return value.expand([self.raw.shape[k] if k in lacks[:-1] else n for k, n in enumerate(value.shape)])
 
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the product of LoRA's factors with the shape of the raw weight."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from symexplin.closed import Closed
-from symexplin.kernels.interface import Kernels, Matrices, Rates, Tensors
+from symexplin.kernels.interface import Delta, Kernels, Matrices, Rates, Tensors
 
 __all__ = ["is_right"]
 
@@ -39,20 +39,23 @@ def _is_closed_right(kernels: Kernels, device: torch.device) -> bool:
 
 
 def _is_product_right(kernels: Kernels, device: torch.device) -> bool:
-    """Check the mismatch map (e sign(w) expm1(kappa |w|) + |w|)/kappa, with e of rows and columns."""
+    """Check the mismatch map (e sign(w) expm1(kappa |w|) + |w|)/kappa + A B, with e of rows and columns."""
     raw = torch.linspace(-0.3, 0.3, 520 * 300, dtype=torch.float32, device=device).view(520, 300)
     rows, columns = (torch.linspace(0.5, 1.5, n, dtype=torch.float32, device=device) for n in raw.shape)
     grad, e, w = torch.sin(1e4 * raw), torch.outer(rows, columns).double(), raw.double()
     weight, ones = torch.empty_like(raw), (torch.ones_like(rows), torch.ones_like(columns))
+    a = torch.linspace(-1.0, 1.0, 1040, dtype=torch.float32, device=device).view(520, 2)
+    b = torch.linspace(0.1, 0.2, 600, dtype=torch.float32, device=device).view(2, 300)
+    delta = Delta(a, b, torch.empty_like(a), torch.empty_like(b))
     place: Any = {"rows": [0], "columns": [0], "counts": (520, 300), "half": False, "magnitude": True, "device": device}
-    plan = kernels.products(Matrices([weight], [raw], **place, moments=_moments(raw)))
+    plan = kernels.products(Matrices([weight], [raw], **place, deltas=[delta], moments=_moments(raw)))
     factors = (
         torch.stack([_KAPPA * ones[0], rows / _KAPPA, ones[0] / _KAPPA]),
         torch.stack([ones[1], columns, ones[1]]),
     )
 
     def effective(w: Tensor) -> Tensor:
-        return (e * w.sign() * torch.expm1(_KAPPA * w.abs()) + w.abs()) / _KAPPA
+        return (e * w.sign() * torch.expm1(_KAPPA * w.abs()) + w.abs()) / _KAPPA + a.double() @ b.double()
 
     x, g = _KAPPA * w.abs(), grad.double()
     raw_grad = g * (e * torch.exp(x) + w.sign() / _KAPPA)
@@ -70,6 +73,8 @@ def _is_product_right(kernels: Kernels, device: torch.device) -> bool:
         (sums[0][0], (g * w.sign() * torch.expm1(x)) @ columns.double()),
         (sums[1][1], rows.double() @ (g * w * torch.exp(x))),
         (sums[1][2], (g * w.abs()).sum(0) / _KAPPA),
+        (delta.by_a, g @ b.double().T),
+        (delta.by_b, a.double().T @ g),
         (raw, new),
         (weight, effective(new)),
     )

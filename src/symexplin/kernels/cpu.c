@@ -59,8 +59,8 @@ typedef struct {
 enum { NORM, STEP, PULL, PUSH, PRODUCT }; /* kinds: those of products come after PRODUCT */
 enum { FLOAT, HALF }; /* weights and gradients */
 /* Arrays of a block of entries fit the first-level cache, as do those of a row's strips: the longer ones of sums, whose
-   ends take time, and the shorter ones between which later entries are fetched into the second-level cache. AHEAD:
-   entries from what is read to those. PAD makes the addresses of sums differ modulo 4096. */
+   ends take time, and the shorter ones between which later entries are fetched into the second-level cache. AHEAD: how
+   many entries later; for sums, two rows. PAD makes the addresses of sums differ modulo 4096. */
 enum { BLOCK = 256, BAND = 4, PAD = 48, SUM_STRIP = 1024, STRIP = 128, AHEAD = 2048 };
 const int64_t sel_pad = PAD;
 const char sel_digest[] = DIGEST; /* of this file, from hatch_build.py */
@@ -375,8 +375,8 @@ INLINE Sums sums_of(int curved, int normalized, int64_t n, Line f, uint32_t sign
         float slope = linear_slope(signs, f.lambda * lambda, w[j]);
         if (curved) { /* F and E are halves */
             float kappa = f.kappas[j], c = f.cs[j], other = normalized ? c : c * kappa;
-            float flip = flipped(g[j], w[j]), by_c = flip * F[j], by_kappa = g[j] * w[j] * E[j];
-            if (normalized) by_kappa = flip * difference(f.kappa * kappa * fabsf(w[j]), F[j], E[j]);
+            float signed_g = flipped(g[j], w[j]), by_c = signed_g * F[j], by_kappa = g[j] * w[j] * E[j];
+            if (normalized) by_kappa = signed_g * difference(f.kappa * kappa * fabsf(w[j]), F[j], E[j]);
             slope += 2 * ck * (c * kappa) * E[j];
             s0 += by_c * c, s1 += by_kappa * other;
             d0[j] += by_c * (2 * f.c), d1[j] += by_kappa * (2 * by);
@@ -489,12 +489,13 @@ NOINLINE Band delta_sums(int64_t count, const float *a, In b, In g0, In g1, In g
     return (Band){{s0, s1, s2, s3}};
 }
 
-/* Add the gradients of A's rows, g B^T, and the part of B's gradient from the rows of a task, A^T g. A strip of columns
-   stays in the first-level cache for all rows. */
+/* Set the gradients of A's rows, g B^T, and add the part of B's gradient from the rows of a task, A^T g. A strip of
+   columns stays in the first-level cache for all rows. */
 static void delta_rows(const Call *call, const Matrix *x, Task task) {
     ARRAY copied[BAND][SUM_STRIP];
     const float *g[BAND];
     const int64_t cols = x->cols, rank = x->rank;
+    memset(x->by_a + task.start * rank, 0, (size_t)((task.stop - task.start) * rank) * sizeof(float));
     for (int64_t from = 0; from < cols; from += SUM_STRIP) {
         int64_t count = from + SUM_STRIP < cols ? SUM_STRIP : cols - from;
         for (int64_t i = task.start; i < task.stop; i += BAND) {
@@ -518,15 +519,16 @@ static void delta_rows(const Call *call, const Matrix *x, Task task) {
 
 NOINLINE void product_task(const Call *call, Task task, int64_t index) {
     const Matrix *x = &call->matrices[task.item];
-    if (call->kind == PRODUCT + NORM) norm_rows(call, x, task, index);
-    for (int64_t i = task.start; call->kind != PRODUCT + NORM && i < task.stop; i++) {
+    if (call->kind == PRODUCT + NORM) {
+        norm_rows(call, x, task, index);
+        if (x->rank) delta_rows(call, x, task);
+        return;
+    }
+    for (int64_t i = task.start; i < task.stop; i++) {
         if (call->kind == PRODUCT + STEP) update_row(call, x, task, i);
         else if (call->kind == PRODUCT + PULL) pull_row(call, x, task, i);
         else push_row(call, x, i);
     }
-    if (call->kind != PRODUCT + NORM || !x->rank) return;
-    memset(x->by_a + task.start * x->rank, 0, (size_t)((task.stop - task.start) * x->rank) * sizeof(float));
-    delta_rows(call, x, task);
 }
 
 /* Add the sums by column of all tasks, in their order. */

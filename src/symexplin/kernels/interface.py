@@ -24,23 +24,23 @@ __all__ = [
     "ProductPlan",
     "Rates",
     "Tensors",
+    "is_base_tensor",
     "is_dense",
     "is_memory",
-    "has_no_subclass",
     "matrix_shape",
 ]
 
 Factors = tuple[Tensor, Tensor]  # kappa, c and lambda of all rows and of all columns: (3, rows) and (3, columns)
-_PLAIN = (Tensor, nn.Parameter)
+_BASE = (Tensor, nn.Parameter)
 
 
-def has_no_subclass(tensor: Tensor) -> bool:
-    """Whether a tensor has no subclass: these may have no address or other semantics.
+def is_base_tensor(tensor: Tensor) -> bool:
+    """Whether a tensor is of no subclass, which may have no address or other semantics.
 
-    >>> has_no_subclass(Tensor([1.0, 2.0]))
+    >>> is_base_tensor(Tensor([1.0, 2.0]))
     True
     """
-    return type(tensor) in _PLAIN
+    return type(tensor) in _BASE
 
 
 def is_memory(tensor: Tensor) -> bool:
@@ -50,7 +50,7 @@ def is_memory(tensor: Tensor) -> bool:
     >>> is_memory(z.imag), is_memory(z.conj().imag)
     (True, False)
     """
-    return has_no_subclass(tensor) and not tensor.is_neg() and (tensor.data_ptr() != 0 or tensor.numel() == 0)
+    return is_base_tensor(tensor) and not tensor.is_neg() and (tensor.data_ptr() != 0 or tensor.numel() == 0)
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import symexplin as sel
-from symexplin.init import matching
 from symexplin.lab.config import RunConfig
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks
 from symexplin.lab.weights import start_from
 from symexplin.optim.shard import is_dtensor, local, shard_of, whole
-from symexplin.routes import by_name
+from symexplin.routes import by_name, matching
 
 __all__ = ["Built", "build", "build_model", "clear_gradients"]
 

@@ -33,7 +33,7 @@ _PAPER_WARMUP = 250  # section 5.1
 _LOGITS_BYTES = 2**28
 _MINIMUM_VOCAB = 257  # all bytes, and the end of a document
 
-# What each harness says of the keys that are not given. The author's: transformer.py and train_gpt.py of
+# The defaults that depend on the harness. The author's: transformer.py and train_gpt.py of
 # github.com/ethansmith2000/SAMVariants (73f1681, 2026-06-05, five weeks before the paper).
 _HARNESSES: dict[str, dict[str, Any]] = {
     "own": {
@@ -65,8 +65,8 @@ class ModelConfig(Schema):
     Args:
         width: size of the residual stream.
         depth: number of blocks.
-        harness: what the keys are that are not given: "own", or "author", those of the public harness of the paper's
-            author, of which the paper says nothing. A key that is given counts.
+        harness: the defaults of keys on which the paper is silent: "own", or "author" for those of the public harness
+            of the paper's author.
         heads: attention heads. Default: 4; the author's: heads of size 128.
         head_dim: size of a head, instead of heads; even, since RoPE turns pairs.
         vocab_size: number of tokens.
@@ -163,7 +163,7 @@ class TrainConfig(Schema):
         weight_decay: decoupled weight decay.
         decay: what decays: "all" parameters, as AdamW over all does; "linears", the blocks' linear layers, weights and
             biases; or "matrices", all but the embedding and what has one dimension, biases and norms. The paper does
-            not say. Default: "all"; "matrices" with the author's harness, whose rule it is.
+            not say. Default: "all"; "matrices" with the author's harness.
         frozen: patterns of parameters that keep their first values, such as "blocks.*.bias". They are not curved.
         betas: decay rates of AdamW's moments.
         max_grad_norm: global norm to which gradients are clipped.

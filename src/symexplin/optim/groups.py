@@ -11,7 +11,7 @@ from symexplin.config import SELConfig
 from symexplin.routes import Rate, Route, Routing, check_model, routing
 from symexplin.spec import CurvedBase, Spec
 
-__all__ = ["Group", "config_of", "is_curved", "spec_of", "name_of", "param_groups", "rate_of"]
+__all__ = ["Group", "config_of", "is_curved", "name_of", "param_groups", "rate_of", "spec_of"]
 
 Group = dict[str, Any]
 

@@ -18,7 +18,7 @@ from symexplin.kernels.interface import (
     ProductPlan,
     Rates,
     Tensors,
-    has_no_subclass,
+    is_base_tensor,
     is_memory,
 )
 from symexplin.optim.batch import ADAMW, Batch, Pack, Rule, runs
@@ -68,7 +68,7 @@ class _KernelBatch(Batch):
 
 
 def _is_strided(grad: Any) -> bool:
-    return grad is not None and has_no_subclass(grad) and grad.layout == torch.strided and is_memory(grad)
+    return grad is not None and is_base_tensor(grad) and grad.layout == torch.strided and is_memory(grad)
 
 
 class ClosedPack(Pack):

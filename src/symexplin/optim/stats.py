@@ -69,7 +69,7 @@ class _Tally:
                 self._add("", [x.numel(), int((x > 1.0).sum()), 0.0])
 
     def _sum(self, key: str, values: Tensor, each: float = 1.0) -> None:
-        first, second = (_total(powers) for powers in (values, values * values))
+        first, second = _total(values), _total(values * values)
         self._add(key, [each * values.numel(), each * first, each * second])
 
     def _add(self, key: str, terms: list[float]) -> None:

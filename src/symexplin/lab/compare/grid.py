@@ -42,17 +42,8 @@ _SHARED = "anneal_steps"
 # Keys of the run that a variant may change: those that leave data, steps and cost the same.
 _CHANGES: dict[str, tuple[str, ...]] = {
     "train": (
-        *(
-            "lr_factors",
-            "weight_decay",
-            "decay",
-            "frozen",
-            "betas",
-            "max_grad_norm",
-            "warmup_steps",
-            "floor",
-            "weights",
-        ),
+        *("lr_factors", "weight_decay", "decay", "frozen", "betas"),
+        *("max_grad_norm", "warmup_steps", "floor", "weights"),
     ),
     "model": ("init", "qk_gain"),
 }
