@@ -18,7 +18,7 @@ from symexplin.transform import check_invertible
 
 __all__ = [
     *("Rate", "Route", "Routing", "by_name", "check_model", "check_no_decay", "check_values", "is_convertible"),
-    *("matching", "routing"),
+    *("matching", "rate_of", "routing"),
 ]
 
 # Patterns of the last part of a module's name.
@@ -196,7 +196,7 @@ def _trained(optimizer: torch.optim.Optimizer) -> Routing:
         )
     routes: list[Route] = []
     for group in optimizer.param_groups:
-        lr, decay = float(group["lr"]) * float(group.get("lr_factor", 1.0)), float(group["weight_decay"])
+        lr, decay = rate_of(group), float(group["weight_decay"])
         for i, (name, parameter) in enumerate(zip(group["param_names"], group["params"], strict=True)):
             axes = group["axes"][i] if "axes" in group else ""
             # A group that was added without positions comes last.
@@ -358,6 +358,15 @@ def _is_router(name: str, module: nn.Module, parent: nn.Module) -> bool:
 
 
 # ---- rates and patterns ----
+
+
+def rate_of(group: Mapping[str, Any]) -> float:
+    """Return the present learning rate of the weights of an optimizer's group.
+
+    >>> rate_of({"lr": 1e-3, "lr_factor": 5.0})
+    0.005
+    """
+    return float(group["lr"]) * float(group.get("lr_factor", 1.0))
 
 
 def first_match(names: Iterable[str], patterns: Iterable[str]) -> str | None:

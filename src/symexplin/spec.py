@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from symexplin.config import DECAYED_ROLES, SELConfig
 from symexplin.derivatives import pullback
 from symexplin.modes import Scales, Value
-from symexplin.transform import compute_dtype, forward, invert
+from symexplin.transform import compute_dtype, forward, invert, where_float64_is
 
 __all__ = [
     *("CurvedBase", "RawWeight", "ScaleTensor", "Spec"),
@@ -301,9 +301,8 @@ class RawWeight(NamedTuple):
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return the matrix product, rounded once, also under autocast and for every float32 matmul precision."""
-    exact = a.dtype if a.device.type == "mps" else torch.float64  # MPS has no float64, and rounds as float32 does
     with torch.autocast(a.device.type, enabled=False):
-        return (a.to(exact) @ b.to(exact)).to(a.dtype)
+        return (where_float64_is(a).double() @ where_float64_is(b).double()).to(a)
 
 
 class CurvedBase(nn.Module):

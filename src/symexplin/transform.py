@@ -19,6 +19,7 @@ __all__ = [
     "forward",
     "invert",
     "tolerance",
+    "where_float64_is",
 ]
 
 
@@ -37,6 +38,15 @@ def compute_dtype(*values: object) -> torch.dtype:
     """
     has_double = any(isinstance(v, Tensor) and v.dtype == torch.float64 for v in values)
     return torch.float64 if has_double else torch.float32
+
+
+def where_float64_is(tensor: Tensor) -> Tensor:
+    """Return a tensor on the CPU if its device has no float64, else itself.
+
+    >>> where_float64_is(torch.zeros(2, dtype=torch.float32)).device
+    device(type='cpu')
+    """
+    return tensor.cpu() if tensor.device.type == "mps" else tensor
 
 
 def _is_one(x: Value) -> bool:
@@ -92,8 +102,7 @@ def invert(mode: str, t: Tensor, scales: Scales) -> Tensor:
     tensor([-1.0000e+00,  0.0000e+00,  1.0000e-12], dtype=torch.float64)
     """
     dtype, device = compute_dtype(t), t.device
-    if device.type == "mps":  # MPS has no float64
-        t = t.cpu()
+    t = where_float64_is(t)
     values = [_tensor_of(value, t.device) for value in scales[1:-1]]  # all but the normalizer and delta
     shape = torch.broadcast_shapes(t.shape, *(value.shape for value in values))  # type: ignore[no-untyped-call]
     lists = [t.expand(shape).reshape(-1), *(v if v.dim() == 0 else v.expand(shape).reshape(-1) for v in values)]

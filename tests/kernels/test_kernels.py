@@ -278,7 +278,7 @@ def products(shapes=SHAPES, dtype=torch.float32, rank=2, **means):
     ]
     factors[0][1, 4] = 0.0  # a scale of zero has a gradient
     pairs = [(0.1 * torch.randn(rows, rank), 0.1 * torch.randn(rank, columns)) for rows, columns in sizes]
-    deltas = [Delta(a, b, torch.empty_like(a), torch.empty_like(b)) for a, b in pairs] if rank else None
+    deltas = [Delta(a, b, torch.zeros_like(a), torch.zeros_like(b)) for a, b in pairs] if rank else None
     moments = [[0.1 * torch.randn(s) for s in shapes], [0.5 + torch.rand(s) for s in shapes]]
     grads = [torch.randn(shape).to(dtype) for shape in shapes]
     return Products(raws, [torch.empty(s, dtype=dtype) for s in shapes], moments, deltas, tuple(factors), grads)
@@ -375,18 +375,21 @@ def joined(tensors):
 
 
 def test_matrices_without_entries_and_a_rate_of_zero(build):
-    given = products((*SHAPES, (0, 5), (4, 0)), rank=0)
+    given = products((*SHAPES, (0, 5), (4, 0)))
     plan = given.plan(build)
     plan.take(given.grads)
     _, sums = plan.norm(given.factors)
     assert not sums[0][:, -4:].any()
     assert not sums[1][:, -5:].any()
+    assert not any(x.any() for delta in given.deltas[-2:] for x in (delta.by_a, delta.by_b))
     before, moments = [x.clone() for x in (*given.raws, *given.weights)], [x.clone() for x in given.moments[0]]
     plan.update(RATES._replace(lr=0.0), None, given.factors, given.factors)
     assert same_bits(before, [*given.raws, *given.weights])
     assert not any(x.equal(y) for x, y in zip(moments[:-2], given.moments[0], strict=False))
-    if not build.name.startswith("Triton"):
-        assert float(norm(build, [], [], None, CLOSED)) == 0
+    assert float(norm(build, [torch.empty(0)], [torch.empty(0)], None, CLOSED)) == 0
+    plan = build.products(Matrices([], [], [], [], (0, 0), half=False, magnitude=True))
+    plan.take([])
+    assert float(plan.norm((torch.empty(3, 0), torch.empty(3, 0)))[0]) == 0
 
 
 def everything(build, sizes=(100, 5), shapes=((9, 40), (3, 40)), planning=nullcontext, stepping=nullcontext):

@@ -117,3 +117,40 @@ def test_a_spike_that_adamw_survives_is_survived(size):
             model[0].weight.grad[1, 1] = size
         optimizer.step()
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("lr", [1e-39, 5e-324])
+@pytest.mark.parametrize("config", [sel.SELConfig(), PAPER])
+@pytest.mark.usefixtures("path")
+def test_a_tiny_rate_moves_nothing_where_gradients_are_zero(config, lr):
+    """As at the end of a schedule that decays to almost 0: the reciprocal of the rate overflows."""
+    model = network()
+    before = copy.deepcopy(model)
+    optimizer = build(model, config)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for p, q in zip(model.parameters(), before.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.usefixtures("path")
+def test_a_subclass_with_moments_of_its_own_keeps_the_rule():
+    class More(sel.SELAdamW):
+        def moment_names(self, kind, axes):
+            return (*super().moment_names(kind, axes), "exp_avg_max")
+
+    ends = []
+    for kind in (sel.SELAdamW, More):
+        model = network()
+        optimizer = build(model, PAPER, kind=kind)
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, step)
+            optimizer.step()
+        ends.append([p.detach() for p in model.parameters()])
+    assert "exp_avg_max" in optimizer.state[model[0].weight]
+    for p, q in zip(*ends, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)

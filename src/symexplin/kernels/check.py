@@ -46,7 +46,7 @@ def _is_product_right(kernels: Kernels, device: torch.device) -> bool:
     weight, ones = torch.empty_like(raw), (torch.ones_like(rows), torch.ones_like(columns))
     a = torch.linspace(-1.0, 1.0, 1040, dtype=torch.float32, device=device).view(520, 2)
     b = torch.linspace(0.1, 0.2, 600, dtype=torch.float32, device=device).view(2, 300)
-    delta = Delta(a, b, torch.empty_like(a), torch.empty_like(b))
+    delta = Delta(a, b, torch.zeros_like(a), torch.zeros_like(b))
     place: Any = {"rows": [0], "columns": [0], "counts": (520, 300), "half": False, "magnitude": True, "device": device}
     plan = kernels.products(Matrices([weight], [raw], **place, deltas=[delta], moments=_moments(raw)))
     factors = (

@@ -79,36 +79,32 @@ INLINE uint16_t rounded(float x) {
     return (uint16_t)(x != x ? 0x7fc0u : (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
 }
 
-/* expm1(x) for |x| <= ln(2)/2, with an error of 2e-8 before rounding. */
-INLINE float expm1_near(float x) {
+/* (expm1(x) - x)/x^2 for |x| <= ln(2)/2, and from it expm1(x), with an error of 2e-8 before rounding. */
+INLINE float rest_near(float x) {
     float p = 0.001390129409f * x + 0.00836316214f;
     p = p * x + 0.04166685362f;
     p = p * x + 0.1666657719f;
-    return (x * x) * (p * x + 0.4999999955f) + x;
+    return p * x + 0.4999999955f;
 }
+INLINE float expm1_near(float x) { return (x * x) * rest_near(x) + x; }
 
 /* F = expm1(x) and E = exp(x), halved so that a product with a small number does not overflow early. x = r + k ln 2:
    adding SHIFT rounds to the integer k, with the bits of 2^(k - 1)'s exponent at the low end. Where k ln 2 would be
-   rounded, it has two parts, the first one exact. */
-INLINE void grow(float x, float *F, float *E) {
+   rounded, it has two parts, the first one exact. D, if wanted, is (x exp(x) - expm1(x))/2, near 0 without the
+   difference of equal terms. */
+INLINE void grow(float x, float *F, float *E, float *D) {
     const float SHIFT = 0x1.8p23f + 126;
     float shifted = x * 1.44269504f + SHIFT, k = shifted - SHIFT;
 #ifdef FP_FAST_FMAF
-    float p = expm1_near(fmaf(-k, 0.693147181f, x));
+    float r = fmaf(-k, 0.693147181f, x);
 #else
-    float p = expm1_near((x - k * 0.693359375f) + k * 2.12194440e-4f);
+    float r = (x - k * 0.693359375f) + k * 2.12194440e-4f;
 #endif
+    float rest = rest_near(r), p = (r * r) * rest + r;
     int32_t bits = (int32_t)bits_of(shifted), zero = 0x4b400000, infinite = 0x4b4000ff;
     float q = from_bits((uint32_t)(bits < zero ? zero : bits > infinite ? infinite : bits) << 23);
     *F = q * p + (q - 0.5f), *E = q * p + q;
-}
-
-/* (x exp(x) - expm1(x))/2 from these halves; |x| below 1 by a polynomial, without cancellation. */
-INLINE float difference(float x, float F, float E) {
-    float p = 0.0002702958672f * x + 0.001050773849f;
-    p = (p * x + 0.007040225814f) * x + 0.03330036595f;
-    p = (p * x + 0.1250053115f) * x + 0.333333018f;
-    return fabsf(x) < 1 ? (p * x + 0.500000003f) * x * x * 0.5f : x * E - F;
+    if (D) *D = k == 0 ? (x * x) * (0.5f + 0.5f * rest * (x - 1)) : x * *E - *F;
 }
 
 /* log(1 + x) = log(1 + f) + k ln 2 for x >= 0, with 1 + f from sqrt(1/2) to sqrt(2), to 2e-7. */
@@ -199,7 +195,7 @@ NOINLINE void move_near(float c, Out v, In x) {
 NOINLINE void move_far(float c, Out v, In x) {
     for (int i = 0; i < BLOCK; i++) {
         float size = fabsf(v[i]), F, E;
-        grow(x[i], &F, &E);
+        grow(x[i], &F, &E, NULL);
         float t = 2 * (size * E + c * F), other = t * (c / (c + size)) / (2 * E); /* no difference of large numbers */
         t = t < 0 ? other : t;
         v[i] = flipped(fabsf(x[i]) < 0.3f ? size_near(c, size, x[i]) : t, v[i]);
@@ -300,11 +296,16 @@ INLINE float linear_slope(uint32_t signs, float lambda, float w) {
    only so far: all of them in one loop take half as long again. Functions ending in _of are compiled for each constant.
    A Line as an argument would wait for its copy on the stack. */
 
-/* F = expm1(x)/2 and E = exp(x)/2. */
-NOINLINE void exponentials(int64_t count, const Line *line, In w, Out F, Out E) {
+/* F, E and with D also D, as `grow` has them. */
+NOINLINE void exponentials(int64_t count, const Line *line, In w, Out F, Out E, Out D) {
     const Line f = *line;
+    if (D) {
 #pragma omp simd
-    for (int64_t j = 0; j < count; j++) grow(f.kappa * f.kappas[j] * fabsf(w[j]), &F[j], &E[j]);
+        for (int64_t j = 0; j < count; j++) grow(f.kappa * f.kappas[j] * fabsf(w[j]), &F[j], &E[j], &D[j]);
+        return;
+    }
+#pragma omp simd
+    for (int64_t j = 0; j < count; j++) grow(f.kappa * f.kappas[j] * fabsf(w[j]), &F[j], &E[j], NULL);
 }
 
 INLINE void pull_of(int curved, int64_t count, Line f, float scale, uint32_t signs, In w, In g, Out raw) {
@@ -312,7 +313,7 @@ INLINE void pull_of(int curved, int64_t count, Line f, float scale, uint32_t sig
 #pragma omp simd
     for (int64_t j = 0; j < count; j++) {
         float F, E, slope = linear_slope(signs, f.lambda * f.lambdas[j], w[j]);
-        if (curved) grow(f.kappa * f.kappas[j] * fabsf(w[j]), &F, &E), slope += of_row * (f.cs[j] * f.kappas[j]) * E;
+        if (curved) grow(f.kappa * f.kappas[j] * fabsf(w[j]), &F, &E, NULL), slope += of_row * (f.cs[j] * f.kappas[j]) * E;
         raw[j] = g[j] * scale * slope;
     }
 }
@@ -323,7 +324,8 @@ NOINLINE void pull_strip(const Call *x, int64_t count, const Line *f, In w, In g
     else pull_of(0, count, *f, x->step.clip, signs_of(x), w, g, raw);
 }
 
-NOINLINE void adamw(int64_t count, Step k, In raw, In w, Out m, Out s, Out next) {
+/* `next` may be w. */
+NOINLINE void adamw(int64_t count, Step k, In raw, const float *w, Out m, Out s, float *next) {
 #pragma omp simd
     for (int64_t j = 0; j < count; j++) next[j] = w[j] * k.one_minus_decay - direction(k, raw[j], &m[j], &s[j]);
 }
@@ -332,7 +334,7 @@ INLINE void push_of(int curved, int64_t count, Line f, uint32_t signs, In w, Out
 #pragma omp simd
     for (int64_t j = 0; j < count; j++) {
         float F, E, sum = f.lambda * f.lambdas[j] * linear_of(signs, w[j]);
-        if (curved) grow(f.kappa * f.kappas[j] * fabsf(w[j]), &F, &E), sum += 2 * f.c * f.cs[j] * flipped(F, w[j]);
+        if (curved) grow(f.kappa * f.kappas[j] * fabsf(w[j]), &F, &E, NULL), sum += 2 * f.c * f.cs[j] * flipped(F, w[j]);
         v[j] = sum;
     }
 }
@@ -366,7 +368,8 @@ typedef struct {
     float *by_c, *by_kappa, *by_lambda;
 } Down;
 
-INLINE Sums sums_of(int curved, int normalized, int64_t n, Line f, uint32_t signs, In w, In g, In F, In E, Down to) {
+INLINE Sums sums_of(int curved, int normalized, int64_t n, Line f, uint32_t signs, In w, In g, In F, In E, In D,
+                    Down to) {
     float s0 = 0, s1 = 0, s2 = 0, s3 = 0, ck = f.c * f.kappa, by = normalized ? f.c : ck;
     float *restrict d0 = to.by_c, *restrict d1 = to.by_kappa, *restrict d2 = to.by_lambda;
 #pragma omp simd reduction(+ : s0, s1, s2, s3)
@@ -376,7 +379,7 @@ INLINE Sums sums_of(int curved, int normalized, int64_t n, Line f, uint32_t sign
         if (curved) { /* F and E are halves */
             float kappa = f.kappas[j], c = f.cs[j], other = normalized ? c : c * kappa;
             float signed_g = flipped(g[j], w[j]), by_c = signed_g * F[j], by_kappa = g[j] * w[j] * E[j];
-            if (normalized) by_kappa = signed_g * difference(f.kappa * kappa * fabsf(w[j]), F[j], E[j]);
+            if (normalized) by_kappa = signed_g * D[j];
             slope += 2 * ck * (c * kappa) * E[j];
             s0 += by_c * c, s1 += by_kappa * other;
             d0[j] += by_c * (2 * f.c), d1[j] += by_kappa * (2 * by);
@@ -389,16 +392,16 @@ INLINE Sums sums_of(int curved, int normalized, int64_t n, Line f, uint32_t sign
 }
 
 /* The sums over a strip of one row; those by column are added to `down`. */
-NOINLINE Sums sums_strip(const Call *x, int64_t count, const Line *f, In w, In g, In F, In E, Down down) {
-    if (!x->curved) return sums_of(0, 0, count, *f, signs_of(x), w, g, F, E, down);
-    if (x->normalized) return sums_of(1, 1, count, *f, signs_of(x), w, g, F, E, down);
-    return sums_of(1, 0, count, *f, signs_of(x), w, g, F, E, down);
+NOINLINE Sums sums_strip(const Call *x, int64_t count, const Line *f, In w, In g, In F, In E, In D, Down down) {
+    if (!x->curved) return sums_of(0, 0, count, *f, signs_of(x), w, g, F, E, D, down);
+    if (x->normalized) return sums_of(1, 1, count, *f, signs_of(x), w, g, F, E, D, down);
+    return sums_of(1, 0, count, *f, signs_of(x), w, g, F, E, D, down);
 }
 
 /* A strip's sums by column stay in the first-level cache for all rows. */
 static void norm_rows(const Call *call, const Matrix *x, Task task, int64_t index) {
     const int64_t wide = x->cols + PAD, size = call->half ? 2 : 4;
-    ARRAY F[SUM_STRIP], E[SUM_STRIP], copied[SUM_STRIP];
+    ARRAY F[SUM_STRIP], E[SUM_STRIP], D[SUM_STRIP], copied[SUM_STRIP];
     for (int64_t from = 0; from < x->cols; from += SUM_STRIP) {
         const int64_t count = from + SUM_STRIP < x->cols ? SUM_STRIP : x->cols - from;
         float *sums_down = call->scratch + task.at + from;
@@ -413,10 +416,10 @@ static void norm_rows(const Call *call, const Matrix *x, Task task, int64_t inde
                 const int64_t part = j + STRIP < count ? STRIP : count - j;
                 const Line of_part = line_of(call, x, call->of_rows, call->of_columns, i, from + j);
                 prefetch(w + j, 2 * x->cols, part, 4);
-                if (call->curved) exponentials(part, &of_part, w + j, F + j, E + j);
+                if (call->curved) exponentials(part, &of_part, w + j, F + j, E + j, call->normalized ? D + j : NULL);
                 prefetch(grad + j * size, 2 * x->cols, part, size);
             }
-            Sums sums = sums_strip(call, count, &f, w, g, F, E, down);
+            Sums sums = sums_strip(call, count, &f, w, g, F, E, D, down);
             for (int k = 0; k < SUMS; k++) call->by_rows[k * call->all_rows + x->row + i] += (double)sums.of[k];
             call->squares[index] += (double)sums.of[SUMS];
         }
@@ -489,13 +492,12 @@ NOINLINE Band delta_sums(int64_t count, const float *a, In b, In g0, In g1, In g
     return (Band){{s0, s1, s2, s3}};
 }
 
-/* Set the gradients of A's rows, g B^T, and add the part of B's gradient from the rows of a task, A^T g. A strip of
+/* Add to the gradients of A's rows, g B^T, and to the part of B's gradient from the rows of a task, A^T g. A strip of
    columns stays in the first-level cache for all rows. */
 static void delta_rows(const Call *call, const Matrix *x, Task task) {
     ARRAY copied[BAND][SUM_STRIP];
     const float *g[BAND];
     const int64_t cols = x->cols, rank = x->rank;
-    memset(x->by_a + task.start * rank, 0, (size_t)((task.stop - task.start) * rank) * sizeof(float));
     for (int64_t from = 0; from < cols; from += SUM_STRIP) {
         int64_t count = from + SUM_STRIP < cols ? SUM_STRIP : cols - from;
         for (int64_t i = task.start; i < task.stop; i += BAND) {
@@ -536,7 +538,6 @@ static void add_columns(const Call *call) {
     for (int64_t t = 0; t < call->count; t++) {
         const Matrix *x = &call->matrices[call->tasks[t].item];
         const float *sums = call->scratch + call->tasks[t].at;
-        if (x->rank && call->tasks[t].start == 0) memset(x->by_b, 0, (size_t)(x->rank * x->cols) * sizeof(float));
         for (int64_t k = 0; k < SUMS + x->rank; k++, sums += x->cols + PAD) {
             double *by_column = call->by_columns + x->col + (k < SUMS ? k * call->all_columns : 0);
             float *by_b = k < SUMS ? NULL : x->by_b + (k - SUMS) * x->cols;

@@ -164,8 +164,6 @@ class _CpuProductPlan(ProductPlan):
         heights, widths = ([shape[side] for shape in shapes] for side in range(2))
         deltas: Sequence[Delta | None] = matrices.deltas or [None] * len(shapes)
         ranks = [delta.a.shape[-1] if delta else 0 for delta in deltas]
-        pairs = zip(deltas, heights, strict=True)
-        self._without_rows = [delta.by_b for delta, rows in pairs if delta and not rows]  # which have no task
         tensors = zip(matrices.raws, *matrices.moments, matrices.weights, strict=True)
         missing = (0,) * (2 - len(matrices.moments))
         places = zip(shapes, matrices.rows, matrices.columns, ranks, strict=True)
@@ -192,8 +190,6 @@ class _CpuProductPlan(ProductPlan):
         call = self._call
         sums = torch.zeros(self._sums, dtype=torch.float32, device=_CPU)
         by = [torch.zeros(side.shape, dtype=torch.float64, device=_CPU) for side in factors]
-        for gradient in self._without_rows:
-            gradient.zero_()
         call.scratch, call.by_rows, call.by_columns = sums.data_ptr(), by[0].data_ptr(), by[1].data_ptr()
         self._use(factors)
         return self._library.norm(call, _PRODUCT + _NORM, self._norm_tasks, self.grads), (by[0], by[1])

@@ -113,7 +113,7 @@ class _GpuClosedPlan(ClosedPlan):
         self._grads = _Grads(self.grads, grads[0].device if grads else _CPU)
 
     def norm(self) -> Tensor:
-        (kappa, c), squares = self._numbers, []
+        (kappa, c), squares = self._numbers, [_floats(0, self._device)]
         for group in self._all.groups:
             squares.append(_floats(len(group.tiles), self._device))
             rest, constants = (self._grads.table, squares[-1], kappa * c, kappa), {"PLAIN": self.closed is None}
@@ -162,7 +162,7 @@ class _GpuProductPlan(ProductPlan):
             [columns, row, column, *(_numbers_of(delta) if delta else (0,) * 5)]
             for (_, columns), row, column, delta in places
         ]
-        self._kinds = self._kernels.SUMS + max(rank for _, _, _, rank, *_ in self._extra)
+        self._kinds = self._kernels.SUMS + max((rank for _, _, _, rank, *_ in self._extra), default=0)
         self._counts = matrices.counts
         lines, tiles, sizes, at = [], [], [], 0
         for item, (height, columns) in enumerate(shapes):
@@ -177,7 +177,7 @@ class _GpuProductPlan(ProductPlan):
         self._grads = _Grads(self.grads, self._device)
 
     def norm(self, factors: Factors) -> tuple[Tensor, Factors]:
-        squares = []
+        squares = [_floats(0, self._device)]
         rows, columns = (torch.zeros_like(side) for side in factors)  # a matrix without entries has no tile
         kernels, counts, more = self._kernels, (*self._counts, self._kinds), {**self._delta, **self._tile}
         normalized = self.matrices.normalized

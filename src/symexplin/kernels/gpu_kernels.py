@@ -65,31 +65,30 @@ def _rounded(x):
 
 
 @triton.jit
-def _expm1_near(x):
-    """Return expm1(x) for |x| <= ln(2)/2, with an error of 2e-8 before rounding."""
+def _rest_near(x):
+    """Return (expm1(x) - x)/x^2 for |x| <= ln(2)/2, so that expm1(x) has an error of 2e-8 before rounding."""
     p = 0.001390129409 * x + 0.00836316214
     p = p * x + 0.04166685362
     p = p * x + 0.1666657719
-    return (x * x) * (p * x + 0.4999999955) + x
+    return p * x + 0.4999999955
+
+
+@triton.jit
+def _expm1_near(x):
+    return (x * x) * _rest_near(x) + x
 
 
 @triton.jit
 def _grow(x):
-    """Return expm1(x)/2 and exp(x)/2: halved, so that a product with a small number does not overflow early."""
+    """Return half of expm1(x), exp(x) and x exp(x) - expm1(x): products with small numbers must not overflow early."""
     shifted = tl.fma(x, 1.44269504, _SHIFT)
     k = shifted - _SHIFT
-    p = _expm1_near((x - k * 0.693359375) + k * 2.12194440e-4)
+    r = (x - k * 0.693359375) + k * 2.12194440e-4
+    rest = _rest_near(r)
+    p = (r * r) * rest + r
     q = _float((tl.minimum(tl.maximum(_bits(shifted), 0x4B400000), 0x4B4000FF) - 0x4B400000) << 23)
-    return q * p + (q - 0.5), q * p + q
-
-
-@triton.jit
-def _difference(x, F, E):
-    """Return (x exp(x) - expm1(x))/2 for x >= 0 from these halves; below 1 without cancellation."""
-    p = 0.0002702958672 * x + 0.001050773849
-    p = (p * x + 0.007040225814) * x + 0.03330036595
-    p = (p * x + 0.1250053115) * x + 0.333333018
-    return tl.where(tl.abs(x) < 1.0, (p * x + 0.500000003) * x * x * 0.5, x * E - F)
+    F, E = q * p + (q - 0.5), q * p + q
+    return F, E, tl.where(k == 0.0, (x * x) * (0.5 + 0.5 * rest * (x - 1.0)), x * E - F)  # near 0 no cancellation
 
 
 @triton.jit
@@ -190,7 +189,7 @@ def _size_near(size, x, c):
 @triton.jit
 def _moved(size, x, c):
     """Return the new size, exp(x) (c + size) - c; if it is negative, the weight is on the other side of zero."""
-    F, E = _grow(x)
+    F, E, _D = _grow(x)
     t = 2.0 * (size * E + c * F)
     t = tl.where(t < 0.0, t * (c / (c + size)) / (2.0 * E), t)
     return tl.where(tl.abs(x) < 0.3, _size_near(size, x, c), t)
@@ -307,15 +306,15 @@ def _raw_grads(
     line, grad, kappa0, c0, lam0, kappa1, c1, lam1, at, inside,
     MAGNITUDE: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Return raw gradients, gradients, raw weights, and kappa |w| with the halves of its exponentials."""
+    """Return raw gradients, gradients, raw weights, and the halves of :func:`_grow` at kappa |w|."""
     g = _read(grad, at, inside, HALF, ALIGNED)
     w = _read(line + _RAW, at, inside, False, ALIGNED)
     kappa, lam = _outer(kappa0, kappa1), _outer(lam0, lam1)
     x = kappa * tl.abs(w)
-    F, E = _grow(x)
+    F, E, D = _grow(x)
     if MAGNITUDE:  # at w = 0 the mean of the one-sided slopes
         lam = tl.where(w == 0.0, 0.0, _flipped(lam, w))
-    return g * (_outer(2.0 * c0, c1) * kappa * E + lam), g, w, x, F, E
+    return g * (_outer(2.0 * c0, c1) * kappa * E + lam), g, w, F, E, D
 
 
 @triton.jit
@@ -331,7 +330,7 @@ def _effective(
 ):  # fmt: skip
     """Return the weights of raw ones, with A B."""
     kappa0, c0, lam0 = _factors(of_rows, all_rows, line + _ROW, i, inside0)
-    F, _E = _grow(_outer(kappa0, kappa1) * tl.abs(w))
+    F, _E, _D = _grow(_outer(kappa0, kappa1) * tl.abs(w))
     v = _outer(2.0 * c0, c1) * _flipped(F, w) + _outer(lam0, lam1) * (tl.abs(w) if MAGNITUDE else w)
     if DELTA:
         rank, a, b = _delta(line)
@@ -365,11 +364,11 @@ def product_norm(
         inside0 = i < stop
         kappa0, c0, lam0 = _factors(of_rows, all_rows, line + _ROW, i, inside0)
         at, inside = i[:, None] * cols + j[None, :], inside0[:, None] & inside1[None, :]
-        raw, g, w, x, F, E = _raw_grads(
+        raw, g, w, F, E, D = _raw_grads(
             line, grad, kappa0, c0, lam0, kappa1, c1, lam1, at, inside, MAGNITUDE, HALF, ALIGNED,
         )  # fmt: skip
         total += raw * raw
-        by_c, by_kappa = g * _flipped(F, w), g * (_flipped(_difference(x, F, E), w) if NORMALIZED else w * E)
+        by_c, by_kappa = g * _flipped(F, w), g * (_flipped(D, w) if NORMALIZED else w * E)
         other0 = c0 if NORMALIZED else c0 * kappa0
         by_lam = g * (tl.abs(w) if MAGNITUDE else w)
         down0 += by_c * (2.0 * c0)[:, None]
@@ -454,7 +453,7 @@ def product_pull(
         inside0 = i < stop
         kappa0, c0, lam0 = _factors(of_rows, all_rows, line + _ROW, i, inside0)
         at, inside = i[:, None] * cols + j[None, :], inside0[:, None] & inside1[None, :]
-        raw, _g, _w, _x, _F, _E = _raw_grads(
+        raw, _g, _w, _F, _E, _D = _raw_grads(
             line, grad, kappa0, c0, lam0, kappa1, c1, lam1, at, inside, MAGNITUDE, HALF, ALIGNED,
         )  # fmt: skip
         tl.store(raw_grads + scratch + at, clip_coef * raw, mask=inside)
@@ -498,7 +497,7 @@ def product_step(
         inside0 = i < stop
         kappa0, c0, lam0 = _factors(old_rows, all_rows, line + _ROW, i, inside0)
         at, inside = i[:, None] * cols + j[None, :], inside0[:, None] & inside1[None, :]
-        raw, _g, w, _x, _F, _E = _raw_grads(
+        raw, _g, w, _F, _E, _D = _raw_grads(
             line, grad, kappa0, c0, lam0, kappa1, c1, lam1, at, inside, MAGNITUDE, HALF, ALIGNED,
         )  # fmt: skip
         m = _read(line + _EXP_AVG, at, inside, False, ALIGNED)

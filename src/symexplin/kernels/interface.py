@@ -32,6 +32,7 @@ __all__ = [
 
 Factors = tuple[Tensor, Tensor]  # kappa, c and lambda of all rows and of all columns: (3, rows) and (3, columns)
 _BASE = (Tensor, nn.Parameter)
+_LEAST_RATE = 1e-30  # a smaller one moves no weight, and its reciprocal overflows
 
 
 def is_base_tensor(tensor: Tensor) -> bool:
@@ -114,7 +115,7 @@ class Rates(NamedTuple):
         and eps.
         """
         lerp_weight = -self.beta1 if self.from_grad else 1.0 - self.beta1
-        rate = kappa * (self.lr or 1.0) / self.correction1  # with lr 0 nothing moves
+        rate = kappa * max(self.lr, _LEAST_RATE) / self.correction1  # with lr 0 nothing moves
         return lerp_weight, self.beta2, 1.0 - self.beta2, 1.0 / (math.sqrt(self.correction2) * rate), self.eps / rate
 
 
@@ -216,7 +217,7 @@ class ProductPlan(_Plan, ABC):
 
         With x = kappa |w| these are of g sign(w) expm1(x) times the other dimension's c, of g w exp(x) times its
         c kappa or, with `normalized`, g sign(w) (x exp(x) - expm1(x)) times its c, and of g u times its lambda. It also
-        writes the gradients of deltas.
+        adds the gradients of deltas to zeros.
         """
 
     @abstractmethod

@@ -93,7 +93,8 @@ class SELAdamW(RawSpaceOptimizer):
             raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
 
     def _is_adamw(self) -> bool:
-        return type(self).rule_ is SELAdamW.rule_ and "rule_" not in vars(self)  # a subclass or object may have its own
+        own = ("rule_", "moment_names", "moments")  # of a subclass or an object
+        return all(getattr(type(self), name) is getattr(SELAdamW, name) and name not in vars(self) for name in own)
 
     def rule_(self, leaves: Sequence[Leaf], group: dict[str, Any]) -> None:
         """Apply torch's fused AdamW to all leaves with equal rates together."""

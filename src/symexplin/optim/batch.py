@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from symexplin.optim.entry import Entry, Leaf, Moments, clipped
-from symexplin.optim.groups import rate_of
+from symexplin.routes import rate_of
 from symexplin.spec import RawWeight
 
 __all__ = ["ADAMW", "Batch", "FormulaBatch", "Pack", "Rule", "runs"]

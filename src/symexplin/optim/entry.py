@@ -18,8 +18,9 @@ from torch._subclasses.fake_tensor import is_fake
 from symexplin.checks import naming
 from symexplin.closed import Closed
 from symexplin.optim.annealing import multiplier
-from symexplin.optim.groups import Group, config_of, is_curved, name_of, rate_of, spec_of
+from symexplin.optim.groups import Group, config_of, is_curved, name_of, spec_of
 from symexplin.optim.shard import WHOLE, Shard, address, is_dtensor, local, shard_of
+from symexplin.routes import rate_of
 from symexplin.spec import RawWeight, ScaleTensor, Spec
 from symexplin.transform import compute_dtype
 

@@ -11,7 +11,7 @@ from symexplin.config import SELConfig
 from symexplin.routes import Rate, Route, Routing, check_model, routing
 from symexplin.spec import CurvedBase, Spec
 
-__all__ = ["Group", "config_of", "is_curved", "name_of", "param_groups", "rate_of", "spec_of"]
+__all__ = ["Group", "config_of", "is_curved", "name_of", "param_groups", "spec_of"]
 
 Group = dict[str, Any]
 
@@ -142,11 +142,6 @@ def _factor(groups: Sequence[Group], rates: Mapping[str, float]) -> None:
     base = list(map(float, rates.values()))[-1] or max(map(float, rates.values())) or 1.0
     for group in groups:
         group |= {"lr": base, "lr_factor": group["lr"] / base}
-
-
-def rate_of(group: Group) -> float:
-    """Return the present learning rate of a group's weights."""
-    return float(group["lr"]) * float(group.get("lr_factor", 1.0))
 
 
 def is_curved(group: Group) -> bool:

@@ -170,6 +170,7 @@ class _ProductBatch(_KernelBatch):
         self._grads = self.gradients()
         self._plan.take(self._matrices(self._grads))
         self._factors = self._scales.factors()
+        self._scales.gradient.zero_()
         norm, sums = self._plan.norm(self._factors)
         of_scales = self._scales.pull(sums, self._resting)
         if self._is_split:  # these are partial sums

@@ -16,9 +16,10 @@ from symexplin.optim.annealing import multipliers
 from symexplin.optim.batch import Batch, Rule
 from symexplin.optim.batches import Batches
 from symexplin.optim.entry import Entry, Leaf, shapes_of
-from symexplin.optim.groups import Group, config_of, is_curved, param_groups, rate_of
+from symexplin.optim.groups import Group, config_of, is_curved, param_groups
 from symexplin.optim.shard import Groups, any_process, global_norm, local
 from symexplin.optim.writes import Writes
+from symexplin.routes import rate_of
 from symexplin.spec import RawWeight
 
 __all__ = ["RawSpaceOptimizer", "map_lines"]

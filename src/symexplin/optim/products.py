@@ -226,12 +226,11 @@ class PackedScales:
     def pull(self, sums: Factors, resting: Tensor | None) -> Tensor:
         """Write the gradients of the scales, given a kernel's sums over rows and columns under :meth:`factors`.
 
-        Those of `resting` numbers (a mask) stay. Return the norm of the others.
+        Return their norm without `resting` numbers (a mask).
 
         The sums are those of :meth:`symexplin.kernels.interface.ProductPlan.norm`. Where kappa normalizes, the second
         is the derivative by ln kappa with c kappa constant, since that with c constant would cancel.
         """
-        before = None if resting is None else self.gradient.clone()
         by = [side.to(torch.float32) for side in sums]
         is_divided = divides(self.spec)
         for i, numbers in enumerate(self._numbers):
@@ -255,11 +254,8 @@ class PackedScales:
                     numbers.write(torch.mul, *pairs[0])
                 else:
                     numbers.write(torch.add, *(of * others for of, others in pairs))
-        own = self.gradient
-        if resting is not None and before is not None:
-            own = self.gradient.masked_fill(resting, 0.0)
-            torch.where(resting, before, self.gradient, out=self.gradient)
-        norm: Tensor = torch.linalg.vector_norm(own)
+        active = self.gradient if resting is None else self.gradient.masked_fill(resting, 0.0)
+        norm: Tensor = torch.linalg.vector_norm(active)
         return norm
 
     def _others(self, i: int, line: int) -> Tensor:

@@ -12,6 +12,7 @@ from symexplin.optim.optimizer import RawSpaceOptimizer
 from symexplin.optim.shard import WHOLE, Shard, whole
 from symexplin.routes import check_model
 from symexplin.spec import RawWeight, is_weight
+from symexplin.transform import where_float64_is
 
 __all__ = ["stats"]
 
@@ -59,16 +60,17 @@ class _Tally:
         for role, value in scales._asdict().items():
             if isinstance(value, Tensor) and role != "delta":
                 # Entries count 1 / size, so that the parts of a sharded tensor add up to its mean.
-                self._sum(role, value.double().expand(raw.shape), 1.0 / size)
+                self._sum(role, value.expand(raw.shape), 1.0 / size)
         if is_weight(curved.spec.axes):
-            self._sum("slope", curved.slope().abs().double())
+            self._sum("slope", curved.slope().abs())
             if curved.spec.config.mode != "linear":  # a linear map has no curve
-                x = (scales.kappa * raw.abs()).double()
+                x = scales.kappa * raw.abs()
                 if x.numel():
                     self._raise_to(float(x.max()))
                 self._add("", [x.numel(), int((x > 1.0).sum()), 0.0])
 
     def _sum(self, key: str, values: Tensor, each: float = 1.0) -> None:
+        values = where_float64_is(values).double()
         first, second = _total(values), _total(values * values)
         self._add(key, [each * values.numel(), each * first, each * second])
 
