@@ -20,6 +20,12 @@ DEEPSEEK = {
 GPT2 = {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16, "bos_token_id": 0}
 T5 = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "pad_token_id": 0}
 VIT = {**TEXT, "image_size": 8, "patch_size": 4}
+CLIP = {"text_config": {**TEXT, "bos_token_id": 1, "eos_token_id": 2}, "vision_config": VIT, "projection_dim": 8}
+WHISPER = {
+    **{"vocab_size": 32, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "num_mel_bins": 8},
+    **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24},
+    **{"max_source_positions": 8, "max_target_positions": 8, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0},
+}
 
 # The matrices, stacks and convolutions that are plain in each, without ".weight": all others are curved. A tied head is
 # its embedding.
@@ -43,6 +49,8 @@ PLAIN = {
     "ModernBertForMaskedLM": (TEXT, "model.embeddings.tok_embeddings"),
     "T5ForConditionalGeneration": (T5, "shared", "*.relative_attention_bias"),
     "ViTForImageClassification": (VIT, "vit.embeddings.*", "classifier"),
+    "CLIPModel": (CLIP, "*_model.embeddings.*"),  # whose projections are curved
+    "WhisperForConditionalGeneration": (WHISPER, "model.encoder.conv?", "model.*.embed_*"),
 }
 
 

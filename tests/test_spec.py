@@ -19,7 +19,7 @@ WAYS = ("fixed", "absorbed")  # curvature
 
 
 def start(spec, dtype=torch.float64, position=3):
-    return spec.start(dtype, torch.device("cpu"), position)
+    return spec.first_values(dtype, torch.device("cpu"), position)
 
 
 def config_of(mode, pattern, curvature, normalize):

@@ -84,7 +84,7 @@ def init_(
 def _mismatched(target: Tensor, spec: Spec) -> Tensor:
     """Return ``mismatch(congruent_inverse(target))``, with the first values of the scales and without delta."""
     target = target.detach().to(compute_dtype(target))
-    tensors = spec.start(target.dtype, target.device, position=0)
+    tensors = spec.first_values(target.dtype, target.device, position=0)
     congruent = Spec.of(spec.shape, spec.axes, dataclasses.replace(spec.config, mode="congruent"))
     raw = RawWeight(congruent, target, tensors).inverse(target)
     return RawWeight(spec, raw, tensors).effective()

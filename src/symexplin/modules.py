@@ -223,7 +223,7 @@ def _start(plain: Tensor, spec: Spec, position: int) -> Start:
     Raises:
         ValueError: a weight is not finite or out of the map's reach.
     """
-    tensors = spec.start(plain.dtype, plain.device, position)
+    tensors = spec.first_values(plain.dtype, plain.device, position)
     raw = torch.empty_like(plain)
     if not plain.is_meta:
         start = _curved(spec, (plain, *tensors.values()))  # with the scales as stored: half precision rounds them

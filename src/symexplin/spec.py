@@ -86,7 +86,7 @@ class ScaleTensor(NamedTuple):
     dims: tuple[int | None, ...]  # the tensor's dimension along each of its own; None: the rank of LoRA
     lacks: Shape  # the tensor's other dimensions
     shape: Shape
-    first: float | None  # the first value; None: random (LoRA's A)
+    fill: float | None  # the first value of its numbers; None: random (LoRA's A)
     decays: bool
     lr_scale: float  # multiplies k: 1/beta for delta (paper, section 4.2)
 
@@ -183,7 +183,7 @@ class Spec:
             for suffix, dims, value in drafts[pattern]
         ]
 
-    def start(self, dtype: torch.dtype, device: torch.device, position: int) -> dict[str, Tensor]:
+    def first_values(self, dtype: torch.dtype, device: torch.device, position: int) -> dict[str, Tensor]:
         """Return the first values of all tensors by name.
 
         LoRA's A is uniform on +-1/sqrt(rank), as the weight of a linear layer (assumption). A float64 generator, whose
@@ -192,11 +192,11 @@ class Spec:
         generator = torch.Generator("cpu").manual_seed(self.config.seed * 1_000_003 + position)
         values: dict[str, Tensor] = {}
         for tensor in self.tensors:
-            if tensor.first is None:
+            if tensor.fill is None:
                 uniform = torch.rand(tensor.shape, generator=generator, dtype=torch.float64, device="cpu")
                 values[tensor.name] = ((2.0 * uniform - 1.0) / math.sqrt(tensor.shape[-1])).to(device, dtype)
             else:
-                values[tensor.name] = torch.full(tensor.shape, tensor.first, dtype=dtype, device=device)
+                values[tensor.name] = torch.full(tensor.shape, tensor.fill, dtype=dtype, device=device)
         return values
 
 

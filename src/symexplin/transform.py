@@ -111,7 +111,7 @@ def invert(mode: str, t: Tensor, scales: Scales) -> Tensor:
     refused: Counter[str] = Counter()
     for start in range(0, len(out), size):
         block = slice(start, start + size)
-        target, *parts = ((line[block] if line.dim() else line).double() for line in lists)
+        target, *parts = ((x[block] if x.dim() else x).double() for x in lists)
         raw, need, count = _solve(mode, target, Scales(scales.normalizer, *parts))
         out[block] = raw
         refused[need] += count

@@ -237,7 +237,7 @@ class Products(NamedTuple):
     def plan(self, build, **kind):
         _, rows, columns = zip(*self.matrices, strict=True)
         counts = tuple(side.shape[1] for side in self.factors)
-        kind = {"half": self.weights[0].dtype == HALF, "magnitude": True, "device": self.raws[0].device, **kind}
+        kind = {"half": self.weights[0].dtype == HALF, "mismatch": True, "device": self.raws[0].device, **kind}
         kind |= {"deltas": self.deltas, "moments": self.moments}
         return build.products(Matrices(self.weights, self.raws, rows, columns, counts, **kind))
 
@@ -295,12 +295,12 @@ CASES = {  # dtype, whether the linear pathway multiplies |w|, the rank of the d
 }
 
 
-def pathways(raw, rows, columns, magnitude):
+def pathways(raw, rows, columns, mismatch):
     """The curved and the linear pathway from kappa, p and lambda of both sides, and kappa |w|."""
     kappa, p, lam = (torch.outer(*pair) for pair in zip(rows, columns, strict=True))
     x = kappa * raw
     curved = torch.where(x >= 0, torch.expm1(x), -torch.expm1(-x))  # has the slope of both sides at 0
-    return p / kappa * curved, lam * (raw.abs() if magnitude else raw), x.abs()
+    return p / kappa * curved, lam * (raw.abs() if mismatch else raw), x.abs()
 
 
 # The interpreter is slow, and meets the same kernels with the other maps.
@@ -313,14 +313,14 @@ SLOW = ("mismatch, half", "oppose", "exp_only", "linear")
     indirect=["build"],
 )
 def test_products_follow_autograd(build, case):
-    dtype, magnitude, rank, means = CASES[case]
+    dtype, mismatch, rank, means = CASES[case]
     normalized = case in ("mismatch, half", "oppose")
     # Without the interpreter also a matrix whose sums several tasks find, and rows of more than one strip.
     shapes = SHAPES if build.name.startswith("Triton") else (*SHAPES, (1000, 300), (5, 2500))
     given = products(shapes, dtype, rank, **means)
     new_factors = tuple(1.1 * side for side in given.factors)
     before = [[x.double() for x in xs] for xs in (given.raws, *given.moments)]
-    plan = given.plan(build, magnitude=magnitude, normalized=normalized, curved=case != "linear")
+    plan = given.plan(build, mismatch=mismatch, normalized=normalized, exponential=case != "linear")
     clip = torch.tensor(0.3)
     total, sums, pulled, pushed = given.step(plan, new_factors, clip)
 
@@ -329,7 +329,7 @@ def test_products_follow_autograd(build, case):
     pairs = [x.double().requires_grad_() for delta in given.deltas or () for x in delta[:2]]
     loss, bounds = 0.0, []
     for i, (lines, raw, grad) in enumerate(given.each(sides, raws, given.grads)):
-        curved, linear, x = pathways(raw, *lines, magnitude)
+        curved, linear, x = pathways(raw, *lines, mismatch)
         loss += (grad * (curved + linear + (pairs[2 * i] @ pairs[2 * i + 1] if rank else 0.0))).sum()
         _, steep, lam = (torch.outer(*pair).abs() for pair in zip(*lines, strict=True))
         bounds.append(grad.abs() * (steep * torch.exp(x) * (8 + 8 * x) + 4 * lam))
@@ -357,7 +357,7 @@ def test_products_follow_autograd(build, case):
     for values, weights in written:
         values = [x.detach() for x in values]
         for i, (lines, raw, got) in enumerate(given.each(map(of_kernel, new_factors), values, weights)):
-            curved, linear, x = pathways(raw, *lines, magnitude)
+            curved, linear, x = pathways(raw, *lines, mismatch)
             a, b = (y.double() for y in given.deltas[i][:2]) if rank else (raw[:, :1] * 0, raw[:1] * 0)
             unit = EPS * (8 + 4 * x) + (2.0**-8 if dtype == HALF else 0)
             terms = curved.abs() + linear.abs() + a.abs() @ b.abs()
@@ -387,7 +387,7 @@ def test_matrices_without_entries_and_a_rate_of_zero(build):
     assert same_bits(before, [*given.raws, *given.weights])
     assert not any(x.equal(y) for x, y in zip(moments[:-2], given.moments[0], strict=False))
     assert float(norm(build, [torch.empty(0)], [torch.empty(0)], None, CLOSED)) == 0
-    plan = build.products(Matrices([], [], [], [], (0, 0), half=False, magnitude=True))
+    plan = build.products(Matrices([], [], [], [], (0, 0), half=False, mismatch=True))
     plan.take([])
     assert float(plan.norm((torch.empty(3, 0), torch.empty(3, 0)))[0]) == 0
 

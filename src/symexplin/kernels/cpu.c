@@ -50,7 +50,7 @@ typedef struct {
     float *const *exp_avgs, *const *exp_avg_sqs, *const *masters;
     /* Of products: factors of all rows and columns, and sums by row and column, kind by kind. */
     const Matrix *matrices;
-    int64_t curved, magnitude, normalized, all_rows, all_columns;
+    int64_t exponential, mismatch, normalized, all_rows, all_columns;
     const float *of_rows, *of_columns, *new_rows, *new_columns; /* new: after an update of the scales */
     double *by_rows, *by_columns;
     _Atomic int64_t next; /* task; the operator ++ is atomic */
@@ -260,8 +260,8 @@ static void closed_task(const Call *x, Task task, int64_t index) {
 
 /* ---- maps whose kappa, c and lambda are products of a row's and a column's factor ---- */
 
-/* w_eff = c_i c_j sign(w) expm1(kappa_i kappa_j |w|) + lambda_i lambda_j u(w) + A B; u(w) is |w| with `magnitude`, else
-   w; without `curved`, c is 0. With x = kappa_i kappa_j |w|, sums over a row or column are of g sign(w) expm1(x) times
+/* w_eff = c_i c_j sign(w) expm1(kappa_i kappa_j |w|) + lambda_i lambda_j u(w) + A B; u(w) is |w| with `mismatch`, else
+   w; without `exponential`, c is 0. With x = kappa_i kappa_j |w|, sums over a row or column are of g sign(w) expm1(x) times
    the other dimension's c, of g w exp(x) times its c kappa or, with `normalized`, g sign(w) (x exp(x) - expm1(x)) times
    its c, and of g u(w) times its lambda. */
 enum { KAPPA, C, LAMBDA, FACTORS }; /* kinds of factors */
@@ -276,15 +276,15 @@ INLINE void prefetch(const void *p, int64_t ahead, int64_t count, int64_t size) 
 typedef struct {
     float kappa, c, lambda;
     In kappas, cs, lambdas;
-} Line;
+} Factors;
 
-INLINE Line line_of(const Call *call, const Matrix *x, In of_rows, In of_columns, int64_t i, int64_t from) {
+INLINE Factors factors_of(const Call *call, const Matrix *x, In of_rows, In of_columns, int64_t i, int64_t from) {
     const float *row = of_rows + x->row + i, *column = of_columns + x->col + from;
     const int64_t high = call->all_rows, wide = call->all_columns;
-    return (Line){row[0], row[high], row[2 * high], column, column + wide, column + 2 * wide};
+    return (Factors){row[0], row[high], row[2 * high], column, column + wide, column + 2 * wide};
 }
 
-INLINE uint32_t signs_of(const Call *call) { return call->magnitude ? 0x80000000u : 0; }
+INLINE uint32_t signs_of(const Call *call) { return call->mismatch ? 0x80000000u : 0; }
 
 /* u(w), and the slope of the linear pathway: at w = 0 the mean of the one-sided slopes. */
 INLINE float linear_of(uint32_t signs, float w) { return from_bits(bits_of(w) & ~signs); }
@@ -294,11 +294,11 @@ INLINE float linear_slope(uint32_t signs, float lambda, float w) {
 
 /* Each of the following loops over a strip is short, since a processor looks ahead of one exponential, root or division
    only so far: all of them in one loop take half as long again. Functions ending in _of are compiled for each constant.
-   A Line as an argument would wait for its copy on the stack. */
+   A Factors as an argument would wait for its copy on the stack. */
 
 /* F, E and with D also D, as `grow` has them. */
-NOINLINE void exponentials(int64_t count, const Line *line, In w, Out F, Out E, Out D) {
-    const Line f = *line;
+NOINLINE void exponentials(int64_t count, const Factors *factors, In w, Out F, Out E, Out D) {
+    const Factors f = *factors;
     if (D) {
 #pragma omp simd
         for (int64_t j = 0; j < count; j++) grow(f.kappa * f.kappas[j] * fabsf(w[j]), &F[j], &E[j], &D[j]);
@@ -308,19 +308,19 @@ NOINLINE void exponentials(int64_t count, const Line *line, In w, Out F, Out E, 
     for (int64_t j = 0; j < count; j++) grow(f.kappa * f.kappas[j] * fabsf(w[j]), &F[j], &E[j], NULL);
 }
 
-INLINE void pull_of(int curved, int64_t count, Line f, float scale, uint32_t signs, In w, In g, Out raw) {
+INLINE void pull_of(int exponential, int64_t count, Factors f, float scale, uint32_t signs, In w, In g, Out raw) {
     const float of_row = 2 * f.c * f.kappa;
 #pragma omp simd
     for (int64_t j = 0; j < count; j++) {
         float F, E, slope = linear_slope(signs, f.lambda * f.lambdas[j], w[j]);
-        if (curved) grow(f.kappa * f.kappas[j] * fabsf(w[j]), &F, &E, NULL), slope += of_row * (f.cs[j] * f.kappas[j]) * E;
+        if (exponential) grow(f.kappa * f.kappas[j] * fabsf(w[j]), &F, &E, NULL), slope += of_row * (f.cs[j] * f.kappas[j]) * E;
         raw[j] = g[j] * scale * slope;
     }
 }
 
 /* Raw gradients, times the clipping coefficient. */
-NOINLINE void pull_strip(const Call *x, int64_t count, const Line *f, In w, In g, Out raw) {
-    if (x->curved) pull_of(1, count, *f, x->step.clip, signs_of(x), w, g, raw);
+NOINLINE void pull_strip(const Call *x, int64_t count, const Factors *f, In w, In g, Out raw) {
+    if (x->exponential) pull_of(1, count, *f, x->step.clip, signs_of(x), w, g, raw);
     else pull_of(0, count, *f, x->step.clip, signs_of(x), w, g, raw);
 }
 
@@ -330,17 +330,17 @@ NOINLINE void adamw(int64_t count, Step k, In raw, const float *w, Out m, Out s,
     for (int64_t j = 0; j < count; j++) next[j] = w[j] * k.one_minus_decay - direction(k, raw[j], &m[j], &s[j]);
 }
 
-INLINE void push_of(int curved, int64_t count, Line f, uint32_t signs, In w, Out v) {
+INLINE void push_of(int exponential, int64_t count, Factors f, uint32_t signs, In w, Out v) {
 #pragma omp simd
     for (int64_t j = 0; j < count; j++) {
         float F, E, sum = f.lambda * f.lambdas[j] * linear_of(signs, w[j]);
-        if (curved) grow(f.kappa * f.kappas[j] * fabsf(w[j]), &F, &E, NULL), sum += 2 * f.c * f.cs[j] * flipped(F, w[j]);
+        if (exponential) grow(f.kappa * f.kappas[j] * fabsf(w[j]), &F, &E, NULL), sum += 2 * f.c * f.cs[j] * flipped(F, w[j]);
         v[j] = sum;
     }
 }
 
-NOINLINE void push_strip(const Call *x, int64_t count, const Line *f, In w, Out v) {
-    if (x->curved) push_of(1, count, *f, signs_of(x), w, v);
+NOINLINE void push_strip(const Call *x, int64_t count, const Factors *f, In w, Out v) {
+    if (x->exponential) push_of(1, count, *f, signs_of(x), w, v);
     else push_of(0, count, *f, signs_of(x), w, v);
 }
 
@@ -368,7 +368,7 @@ typedef struct {
     float *by_c, *by_kappa, *by_lambda;
 } Down;
 
-INLINE Sums sums_of(int curved, int normalized, int64_t n, Line f, uint32_t signs, In w, In g, In F, In E, In D,
+INLINE Sums sums_of(int exponential, int normalized, int64_t n, Factors f, uint32_t signs, In w, In g, In F, In E, In D,
                     Down to) {
     float s0 = 0, s1 = 0, s2 = 0, s3 = 0, ck = f.c * f.kappa, by = normalized ? f.c : ck;
     float *restrict d0 = to.by_c, *restrict d1 = to.by_kappa, *restrict d2 = to.by_lambda;
@@ -376,7 +376,7 @@ INLINE Sums sums_of(int curved, int normalized, int64_t n, Line f, uint32_t sign
     for (int64_t j = 0; j < n; j++) {
         float lambda = f.lambdas[j], by_lambda = g[j] * linear_of(signs, w[j]);
         float slope = linear_slope(signs, f.lambda * lambda, w[j]);
-        if (curved) { /* F and E are halves */
+        if (exponential) { /* F and E are halves */
             float kappa = f.kappas[j], c = f.cs[j], other = normalized ? c : c * kappa;
             float signed_g = flipped(g[j], w[j]), by_c = signed_g * F[j], by_kappa = g[j] * w[j] * E[j];
             if (normalized) by_kappa = signed_g * D[j];
@@ -392,8 +392,8 @@ INLINE Sums sums_of(int curved, int normalized, int64_t n, Line f, uint32_t sign
 }
 
 /* The sums over a strip of one row; those by column are added to `down`. */
-NOINLINE Sums sums_strip(const Call *x, int64_t count, const Line *f, In w, In g, In F, In E, In D, Down down) {
-    if (!x->curved) return sums_of(0, 0, count, *f, signs_of(x), w, g, F, E, D, down);
+NOINLINE Sums sums_strip(const Call *x, int64_t count, const Factors *f, In w, In g, In F, In E, In D, Down down) {
+    if (!x->exponential) return sums_of(0, 0, count, *f, signs_of(x), w, g, F, E, D, down);
     if (x->normalized) return sums_of(1, 1, count, *f, signs_of(x), w, g, F, E, D, down);
     return sums_of(1, 0, count, *f, signs_of(x), w, g, F, E, D, down);
 }
@@ -408,15 +408,15 @@ static void norm_rows(const Call *call, const Matrix *x, Task task, int64_t inde
         const Down down = {sums_down, sums_down + wide, sums_down + 2 * wide};
         for (int64_t i = task.start; i < task.stop; i++) {
             const int64_t at = i * x->cols + from;
-            const Line f = line_of(call, x, call->of_rows, call->of_columns, i, from);
+            const Factors f = factors_of(call, x, call->of_rows, call->of_columns, i, from);
             const char *grad = (const char *)call->grads[task.item] + at * size;
             const float *w = x->raw + at, *g = call->half ? copied : (const float *)grad;
             if (call->half) copy_in(1, grad, 0, count, copied);
             for (int64_t j = 0; j < count; j += STRIP) {
                 const int64_t part = j + STRIP < count ? STRIP : count - j;
-                const Line of_part = line_of(call, x, call->of_rows, call->of_columns, i, from + j);
+                const Factors of_part = factors_of(call, x, call->of_rows, call->of_columns, i, from + j);
                 prefetch(w + j, 2 * x->cols, part, 4);
-                if (call->curved) exponentials(part, &of_part, w + j, F + j, E + j, call->normalized ? D + j : NULL);
+                if (call->exponential) exponentials(part, &of_part, w + j, F + j, E + j, call->normalized ? D + j : NULL);
                 prefetch(grad + j * size, 2 * x->cols, part, size);
             }
             Sums sums = sums_strip(call, count, &f, w, g, F, E, D, down);
@@ -427,7 +427,7 @@ static void norm_rows(const Call *call, const Matrix *x, Task task, int64_t inde
 }
 
 /* Write the weights of one row's strip, whose raw ones are `w`. */
-static void write_strip(const Call *call, const Matrix *x, const Line *f, int64_t i, int64_t from, int64_t n, In w) {
+static void write_strip(const Call *call, const Matrix *x, const Factors *f, int64_t i, int64_t from, int64_t n, In w) {
     const int64_t at = i * x->cols + from;
     ARRAY copied[STRIP];
     float *v = call->half ? copied : (float *)x->weight + at;
@@ -440,8 +440,8 @@ static void update_row(const Call *call, const Matrix *x, Task task, int64_t i) 
     const int64_t size = call->half ? 2 : 4;
     ARRAY raw[STRIP], copied[STRIP], unused[STRIP];
     for (int64_t from = 0; from < x->cols; from += STRIP) {
-        const Line f = line_of(call, x, call->of_rows, call->of_columns, i, from);
-        const Line n = line_of(call, x, call->new_rows, call->new_columns, i, from);
+        const Factors f = factors_of(call, x, call->of_rows, call->of_columns, i, from);
+        const Factors n = factors_of(call, x, call->new_rows, call->new_columns, i, from);
         const int64_t count = from + STRIP < x->cols ? STRIP : x->cols - from, at = i * x->cols + from;
         const char *grad = (const char *)call->grads[task.item] + at * size;
         float *w = x->raw + at, *m = x->exp_avg + at, *s = x->exp_avg_sq + at;
@@ -462,7 +462,7 @@ static void pull_row(const Call *call, const Matrix *x, Task task, int64_t i) {
     Out out = call->scratch + task.at + (i - task.start) * x->cols;
     ARRAY g[STRIP];
     for (int64_t from = 0; from < x->cols; from += STRIP) {
-        const Line f = line_of(call, x, call->of_rows, call->of_columns, i, from);
+        const Factors f = factors_of(call, x, call->of_rows, call->of_columns, i, from);
         const int64_t count = from + STRIP < x->cols ? STRIP : x->cols - from, at = i * x->cols + from;
         copy_in(call->half, call->grads[task.item], at, count, g);
         pull_strip(call, count, &f, x->raw + at, g, out + from);
@@ -471,7 +471,7 @@ static void pull_row(const Call *call, const Matrix *x, Task task, int64_t i) {
 
 static void push_row(const Call *call, const Matrix *x, int64_t i) {
     for (int64_t from = 0; from < x->cols; from += STRIP) {
-        const Line f = line_of(call, x, call->of_rows, call->of_columns, i, from);
+        const Factors f = factors_of(call, x, call->of_rows, call->of_columns, i, from);
         const int64_t count = from + STRIP < x->cols ? STRIP : x->cols - from;
         write_strip(call, x, &f, i, from, count, x->raw + i * x->cols + from);
     }

@@ -68,7 +68,7 @@ class _Call(ctypes.Structure):
         ("grads", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("plain", "moves")),
         *((name, ctypes.c_void_p) for name in ("weights", "exp_avgs", "exp_avg_sqs", "masters", "matrices")),
-        *((name, ctypes.c_int64) for name in ("curved", "magnitude", "normalized", "all_rows", "all_columns")),
+        *((name, ctypes.c_int64) for name in ("exponential", "mismatch", "normalized", "all_rows", "all_columns")),
         *(
             (name, ctypes.c_void_p)
             for name in ("of_rows", "of_columns", "new_rows", "new_columns", "by_rows", "by_columns")
@@ -128,7 +128,7 @@ class _CpuClosedPlan(ClosedPlan):
     def _prepare(self) -> None:
         sizes = [weight.numel() for weight in self.tensors.weights]
         self._tasks = _cut(sizes, [1] * len(sizes), _TILE)
-        self._tables = [None if line is None else _numbers(map(Tensor.data_ptr, line)) for line in self.tensors[:4]]
+        self._tables = [None if each is None else _numbers(map(Tensor.data_ptr, each)) for each in self.tensors[:4]]
         self._call = call = _Call(plain=self.closed is None, half=self.tensors.are_half)
         call.weights, call.exp_avgs, call.exp_avg_sqs, call.masters = map(_address, self._tables)
 
@@ -175,7 +175,7 @@ class _CpuProductPlan(ProductPlan):
                 *(map(Tensor.data_ptr, delta) if delta else (0,) * 4),
             )
         )
-        self._call = call = _Call(half=matrices.half, curved=matrices.curved, magnitude=matrices.magnitude)
+        self._call = call = _Call(half=matrices.half, exponential=matrices.exponential, mismatch=matrices.mismatch)
         call.normalized, call.matrices = matrices.normalized, _address(self._table)
         call.all_rows, call.all_columns = matrices.counts
         self._tasks = _cut(heights, widths, _TILE)

@@ -36,44 +36,50 @@ _TALL, _ROWS, _COLS = 64, 4, 256  # of a program for a matrix: its rows, and row
 _TILES = 16  # whose sums are added at a time
 _WARPS = 4  # of a program
 _ALIGNED = 16  # bytes, and entries of a row
-_ITEM, _FIRST = 4, 7  # columns of a line: the tensor's index and the first tile
+_ITEM, _FIRST = 4, 7  # columns of a record: the tensor's index and the first tile
 _NO_TRITON = (
     "symexplin has no Triton kernels on {device} ({reason}): PyTorch's operations run there instead, and an optimizer "
     "step takes several times as long. Set SYMEXPLIN_KERNELS=readable to choose PyTorch's operations"
 )
 
 
-class _Group(NamedTuple):
-    """Tensors for one launch, and on the device their table and its line for each tile."""
+class _Launch(NamedTuple):
+    """Tensors for one launch, and on the device their table and its record for each tile."""
 
     items: list[int]
     table: Tensor
     tiles: Tensor
     is_aligned: bool  # but for the gradients
 
+    def run(self, kernel: Any, /, *rest: Any, **constants: Any) -> None:
+        """Launch a kernel with a program for each tile, on their device."""
+        device = self.tiles.device
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            kernel[(len(self.tiles),)](self.table, self.tiles, *rest, **constants, num_warps=_WARPS)
+
 
 class _Part(NamedTuple):
-    """Tensors in groups, and the number of their entries."""
+    """All tensors, and the number of their entries."""
 
-    groups: list[_Group]
+    launches: list[_Launch]
     size: int
 
 
-def _groups(
-    lines: Sequence[list[int]], tiles: Sequence[int], sizes: Sequence[int], device: torch.device
-) -> list[_Group]:
-    """Return tensors with aligned addresses and sizes, and the others; the lines get their first tiles."""
-    aligned = [not any(n % _ALIGNED for n in (*line[:4], size)) for line, size in zip(lines, sizes, strict=True)]
-    groups = []
+def _launches(
+    records: Sequence[list[int]], tiles: Sequence[int], sizes: Sequence[int], device: torch.device
+) -> list[_Launch]:
+    """Return tensors with aligned addresses and sizes, and the others; the records get their first tiles."""
+    aligned = [not any(n % _ALIGNED for n in (*record[:4], size)) for record, size in zip(records, sizes, strict=True)]
+    launches = []
     for kind in (True, False):
         if chosen := [k for k, is_aligned in enumerate(aligned) if is_aligned == kind]:
             counts = torch.tensor([tiles[k] for k in chosen], dtype=torch.int64, device=_CPU)
             for k, first in zip(chosen, (counts.cumsum(0) - counts).tolist(), strict=True):
-                lines[k][_FIRST] = first
+                records[k][_FIRST] = first
             of_tiles = torch.repeat_interleave(torch.arange(len(chosen), dtype=torch.int32, device=_CPU), counts)
-            table = _table([lines[k] for k in chosen], device)
-            groups.append(_Group([lines[k][_ITEM] for k in chosen], table, _upload(of_tiles, device), kind))
-    return groups
+            table = _table([records[k] for k in chosen], device)
+            launches.append(_Launch([records[k][_ITEM] for k in chosen], table, _upload(of_tiles, device), kind))
+    return launches
 
 
 class _Grads:
@@ -83,9 +89,9 @@ class _Grads:
         self.table = _table(addresses, device)
         self._odd = {i for i, address in enumerate(addresses) if address % _ALIGNED}
 
-    def aligned(self, group: _Group) -> bool:
-        """Whether a group's addresses and sizes are aligned."""
-        return group.is_aligned and self._odd.isdisjoint(group.items)
+    def aligned(self, launch: _Launch) -> bool:
+        """Whether a launch's addresses and sizes are aligned."""
+        return launch.is_aligned and self._odd.isdisjoint(launch.items)
 
 
 class _GpuClosedPlan(ClosedPlan):
@@ -99,14 +105,14 @@ class _GpuClosedPlan(ClosedPlan):
         self._numbers = (1.0, 1.0) if closed is None else (closed.kappa, closed.c)
         self._kind = {"HALF": tensors.are_half, "MASTERS": tensors.masters is not None, "TILE": _TILE}
         self._addresses = _addresses(tensors[:4])
-        lines, tiles, sizes, at = [], [], [], 0
+        records, tiles, sizes, at = [], [], [], 0
         for item, weight in enumerate(tensors.weights):
             size = weight.numel()
-            lines.append([*self._addresses[item], item, size, at, 0])
+            records.append([*self._addresses[item], item, size, at, 0])
             tiles.append(-(-size // _TILE))
             sizes.append(size | at)
             at += size
-        self._all = _Part(_groups(lines, tiles, sizes, self._device), at)
+        self._all = _Part(_launches(records, tiles, sizes, self._device), at)
 
     def take(self, grads: Sequence[Tensor]) -> None:
         super().take(grads)
@@ -114,10 +120,10 @@ class _GpuClosedPlan(ClosedPlan):
 
     def norm(self) -> Tensor:
         (kappa, c), squares = self._numbers, [_floats(0, self._device)]
-        for group in self._all.groups:
-            squares.append(_floats(len(group.tiles), self._device))
+        for launch in self._all.launches:
+            squares.append(_floats(len(launch.tiles), self._device))
             rest, constants = (self._grads.table, squares[-1], kappa * c, kappa), {"PLAIN": self.closed is None}
-            _launch(self._kernels.norm, group, *rest, **constants, **self._kind, ALIGNED=self._grads.aligned(group))
+            launch.run(self._kernels.norm, *rest, **constants, **self._kind, ALIGNED=self._grads.aligned(launch))
         return _root_of(squares)
 
     def update(self, rates: Rates, clip: Tensor | None) -> None:
@@ -125,23 +131,23 @@ class _GpuClosedPlan(ClosedPlan):
         decay = rates.lr * rates.decay
         numbers = _clip_coef(clip, self._device), *rates.direction(kappa), 1.0 - decay, decay, kappa, c
         constants = {"DECAYS": decay != 0.0, "PLAIN": self.closed is None, **self._kind}
-        for group in self._all.groups:
+        for launch in self._all.launches:
             rest = self._grads.table, *numbers
-            flags = {**constants, **_constants(rates, clip), "ALIGNED": self._grads.aligned(group)}
-            _launch(self._kernels.step, group, *rest, **flags)
+            flags = {**constants, **_constants(rates, clip), "ALIGNED": self._grads.aligned(launch)}
+            launch.run(self._kernels.step, *rest, **flags)
 
     def pull(self, clip: Tensor | None) -> tuple[Tensor, Tensor]:
         values, grads = (_floats(self._all.size, self._device) for _ in range(2))
-        for group in self._all.groups:
+        for launch in self._all.launches:
             rest = self._grads.table, values, grads, _clip_coef(clip, self._device), *self._numbers
-            flags = {"CLIPS": clip is not None, "ALIGNED": self._grads.aligned(group)}
-            _launch(self._kernels.pull, group, *rest, **flags, **self._kind)
+            flags = {"CLIPS": clip is not None, "ALIGNED": self._grads.aligned(launch)}
+            launch.run(self._kernels.pull, *rest, **flags, **self._kind)
         return values, grads
 
     def push(self, values: Tensor) -> None:
-        for group in self._all.groups:
+        for launch in self._all.launches:
             rest = values, *self._numbers
-            _launch(self._kernels.push, group, *rest, ALIGNED=group.is_aligned, **self._kind)
+            launch.run(self._kernels.push, *rest, ALIGNED=launch.is_aligned, **self._kind)
 
 
 class _GpuProductPlan(ProductPlan):
@@ -153,7 +159,7 @@ class _GpuProductPlan(ProductPlan):
         matrices = self.matrices
         self._device = matrices.device
         self._tile, self._delta = {"TALL": _TALL, "COLS": _COLS}, {"DELTA": matrices.deltas is not None}
-        self._kind = {"MAGNITUDE": matrices.magnitude, "HALF": matrices.half, "ROWS": _ROWS, **self._tile}
+        self._kind = {"MISMATCH": matrices.mismatch, "HALF": matrices.half, "ROWS": _ROWS, **self._tile}
         self._addresses = _addresses([matrices.weights, *(matrices.moments or (None, None)), matrices.raws])
         shapes = matrices.shapes
         deltas: Sequence[Delta | None] = matrices.deltas or [None] * len(shapes)
@@ -164,13 +170,13 @@ class _GpuProductPlan(ProductPlan):
         ]
         self._kinds = self._kernels.SUMS + max((rank for _, _, _, rank, *_ in self._extra), default=0)
         self._counts = matrices.counts
-        lines, tiles, sizes, at = [], [], [], 0
+        records, tiles, sizes, at = [], [], [], 0
         for item, (height, columns) in enumerate(shapes):
-            lines.append([*self._addresses[item], item, height, at, 0, *self._extra[item]])
+            records.append([*self._addresses[item], item, height, at, 0, *self._extra[item]])
             tiles.append(-(-height // _TALL) * -(-columns // _COLS))
             sizes.append(columns | at)
             at += height * columns
-        self._all = _Part(_groups(lines, tiles, sizes, self._device), at)
+        self._all = _Part(_launches(records, tiles, sizes, self._device), at)
 
     def take(self, grads: Sequence[Tensor]) -> None:
         super().take(grads)
@@ -181,34 +187,34 @@ class _GpuProductPlan(ProductPlan):
         rows, columns = (torch.zeros_like(side) for side in factors)  # a matrix without entries has no tile
         kernels, counts, more = self._kernels, (*self._counts, self._kinds), {**self._delta, **self._tile}
         normalized = self.matrices.normalized
-        for group in self._all.groups:
-            squares.append(_floats(len(group.tiles), self._device))
-            partial = _floats(len(group.tiles) * self._kinds * (_TALL + _COLS), self._device)
+        for launch in self._all.launches:
+            squares.append(_floats(len(launch.tiles), self._device))
+            partial = _floats(len(launch.tiles) * self._kinds * (_TALL + _COLS), self._device)
             rest = self._grads.table, squares[-1], partial, *factors, *counts
-            flags = {**self._delta, **self._kind, "ALIGNED": self._grads.aligned(group), "NORMALIZED": normalized}
-            _launch(kernels.product_norm, group, *rest, **flags)
-            _launch(kernels.product_sums, group, partial, rows, columns, *counts, **more, TILES=_TILES)
+            flags = {**self._delta, **self._kind, "ALIGNED": self._grads.aligned(launch), "NORMALIZED": normalized}
+            launch.run(kernels.product_norm, *rest, **flags)
+            launch.run(kernels.product_sums, partial, rows, columns, *counts, **more, TILES=_TILES)
         return _root_of(squares), (rows, columns)
 
     def pull(self, clip: Tensor | None, factors: Factors) -> Tensor:
         grads = _floats(self._all.size, self._device)
         rest = self._grads.table, grads, _clip_coef(clip, self._device), *factors, *self._counts
-        for group in self._all.groups:
-            flags = {"CLIPS": clip is not None, "ALIGNED": self._grads.aligned(group)}
-            _launch(self._kernels.product_pull, group, *rest, **flags, **self._kind)
+        for launch in self._all.launches:
+            flags = {"CLIPS": clip is not None, "ALIGNED": self._grads.aligned(launch)}
+            launch.run(self._kernels.product_pull, *rest, **flags, **self._kind)
         return grads
 
     def push(self, factors: Factors) -> None:
-        for group in self._all.groups:
-            flags = {**self._kind, **self._delta, "ALIGNED": group.is_aligned}
-            _launch(self._kernels.product_push, group, *factors, *self._counts, **flags)
+        for launch in self._all.launches:
+            flags = {**self._kind, **self._delta, "ALIGNED": launch.is_aligned}
+            launch.run(self._kernels.product_push, *factors, *self._counts, **flags)
 
     def update(self, rates: Rates, clip: Tensor | None, old: Factors, new: Factors) -> None:
         numbers = *self._counts, *rates.direction(1.0), 1.0 - rates.lr * rates.decay
         rest = self._grads.table, _clip_coef(clip, self._device), *old, *new, *numbers
         constants = {**_constants(rates, clip), **self._kind, **self._delta}
-        for group in self._all.groups:
-            _launch(self._kernels.product_step, group, *rest, **constants, ALIGNED=self._grads.aligned(group))
+        for launch in self._all.launches:
+            launch.run(self._kernels.product_step, *rest, **constants, ALIGNED=self._grads.aligned(launch))
 
 
 def _numbers_of(delta: Delta) -> list[int]:
@@ -221,13 +227,6 @@ def _floats(count: int, device: torch.device) -> Tensor:
 
 def _table(numbers: Any, device: torch.device) -> Tensor:
     return _upload(torch.tensor(numbers, dtype=torch.int64, device=_CPU), device)
-
-
-def _launch(kernel: Any, group: _Group, /, *rest: Any, **constants: Any) -> None:
-    """Launch a kernel with a program for each tile, on their device."""
-    device = group.tiles.device
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel[(len(group.tiles),)](group.table, group.tiles, *rest, **constants, num_warps=_WARPS)
 
 
 def _upload(numbers: Tensor, device: torch.device) -> Tensor:
@@ -246,8 +245,8 @@ def _constants(rates: Rates, clip: Tensor | None) -> dict[str, bool]:
 def _addresses(lists: Sequence[Sequence[Tensor] | None]) -> list[list[int]]:
     """Return the addresses in each list of every tensor, or 0 for no list."""
     count = len(lists[0] or ())
-    lines = [[0] * count if line is None else list(map(Tensor.data_ptr, line)) for line in lists]
-    return [list(numbers) for numbers in zip(*lines, strict=True)]
+    each = [[0] * count if tensors is None else list(map(Tensor.data_ptr, tensors)) for tensors in lists]
+    return [list(numbers) for numbers in zip(*each, strict=True)]
 
 
 def _root_of(squares: Sequence[Tensor]) -> Tensor:

@@ -1,7 +1,7 @@
 """The map and AdamW on GPUs, in Triton: what cpu.c computes, over tables of addresses.
 
 One launch covers all tensors of a batch. A program looks up which one its tile belongs to, and reads the addresses from
-that one's line of the table; those of gradients come in a list of their own. Results do not depend on the order in
+that one's record of the table; those of gradients come in a list of their own. Results do not depend on the order in
 which programs run.
 """
 
@@ -24,10 +24,10 @@ __all__ = [
     "step",
 ]
 
-# The columns of a tensor's line: addresses (of matrices the fourth is that of raw weights), its index, its entries or
+# The columns of a tensor's record: addresses (of matrices the fourth is that of raw weights), its index, its entries or
 # rows, where it is in scratch memory, and the index of its first tile.
 _WEIGHT, _EXP_AVG, _EXP_AVG_SQ, _MASTER, _ITEM, _STOP, _AT, _FIRST = map(tl.constexpr, range(8))
-_LINE, _RAW = tl.constexpr(8), tl.constexpr(3)
+_RECORD, _RAW = tl.constexpr(8), tl.constexpr(3)
 # Of matrices also the columns, the first ones among all rows and all columns, and the delta A B with its gradients.
 _COLS, _ROW, _COL, _RANK, _A, _B, _BY_A, _BY_B = map(tl.constexpr, range(8, 16))
 _MATRIX = tl.constexpr(16)
@@ -148,21 +148,21 @@ def _write(place, at, inside, x, HALF: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _tile(table, tiles, TILE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return this program's line, its tensor, its tile's places there and in scratch memory, and which are inside."""
-    line = table + tl.load(tiles + tl.program_id(0)) * _LINE
-    stop, at = tl.load(line + _STOP), tl.load(line + _AT)
+    """Return this program's record, its tensor, its tile's places there and in scratch memory, and which are inside."""
+    record = table + tl.load(tiles + tl.program_id(0)) * _RECORD
+    stop, at = tl.load(record + _STOP), tl.load(record + _AT)
     if ALIGNED:
         stop, at = tl.multiple_of(stop, 16), tl.multiple_of(at, 16)
-    n = (tl.program_id(0) - tl.load(line + _FIRST)) * TILE + tl.arange(0, TILE)
-    return line, tl.load(line + _ITEM), n, at + n, n < stop
+    n = (tl.program_id(0) - tl.load(record + _FIRST)) * TILE + tl.arange(0, TILE)
+    return record, tl.load(record + _ITEM), n, at + n, n < stop
 
 
 @triton.jit
-def _value(line, at, inside, HALF: tl.constexpr, MASTERS: tl.constexpr, ALIGNED: tl.constexpr):
+def _value(record, at, inside, HALF: tl.constexpr, MASTERS: tl.constexpr, ALIGNED: tl.constexpr):
     """Return weights, or their masters, except where a weight is not its rounded master: somebody wrote it."""
-    v = _read(line + _WEIGHT, at, inside, HALF, ALIGNED)
+    v = _read(record + _WEIGHT, at, inside, HALF, ALIGNED)
     if MASTERS:
-        master = _read(line + _MASTER, at, inside, False, ALIGNED)
+        master = _read(record + _MASTER, at, inside, False, ALIGNED)
         v = tl.where(_rounded(master).to(tl.int32) << 16 == _bits(v), master, v)
     return v
 
@@ -173,10 +173,10 @@ def norm(
     PLAIN: tl.constexpr, HALF: tl.constexpr, MASTERS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the sum of the squares of each tile's raw gradients g (base + slope |v|)."""
-    line, item, at, _scratch, inside = _tile(table, tiles, TILE, ALIGNED)
+    record, item, at, _scratch, inside = _tile(table, tiles, TILE, ALIGNED)
     raw = _read(grads + item, at, inside, HALF, ALIGNED)
     if not PLAIN:
-        raw *= base + slope * tl.abs(_value(line, at, inside, HALF, MASTERS, ALIGNED))
+        raw *= base + slope * tl.abs(_value(record, at, inside, HALF, MASTERS, ALIGNED))
     tl.store(squares + tl.program_id(0), tl.sum(raw * raw))
 
 
@@ -197,12 +197,12 @@ def _moved(size, x, c):
 
 @triton.jit
 def _write_weights(
-    line, at, inside, v, HALF: tl.constexpr, MASTERS: tl.constexpr, ALIGNED: tl.constexpr
+    record, at, inside, v, HALF: tl.constexpr, MASTERS: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
     """Write weights and their masters."""
     if MASTERS:
-        _write(line + _MASTER, at, inside, v, False, ALIGNED)
-    _write(line + _WEIGHT, at, inside, v, HALF, ALIGNED)
+        _write(record + _MASTER, at, inside, v, False, ALIGNED)
+    _write(record + _WEIGHT, at, inside, v, HALF, ALIGNED)
 
 
 @triton.jit
@@ -213,19 +213,19 @@ def step(
     HALF: tl.constexpr, MASTERS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Apply AdamW to weights in place."""
-    line, item, at, _scratch, inside = _tile(table, tiles, TILE, ALIGNED)
-    v = _value(line, at, inside, HALF, MASTERS, ALIGNED)
+    record, item, at, _scratch, inside = _tile(table, tiles, TILE, ALIGNED)
+    v = _value(record, at, inside, HALF, MASTERS, ALIGNED)
     g = _read(grads + item, at, inside, HALF, ALIGNED)
-    m = _read(line + _EXP_AVG, at, inside, False, ALIGNED)
-    s = _read(line + _EXP_AVG_SQ, at, inside, False, ALIGNED)
+    m = _read(record + _EXP_AVG, at, inside, False, ALIGNED)
+    s = _read(record + _EXP_AVG_SQ, at, inside, False, ALIGNED)
     if CLIPS:
         g *= tl.load(clip)
     size = tl.abs(v)
     if not PLAIN:
         g *= kappa * (c + size)
     d, m, s = _direction(g, m, s, lerp_weight, beta2, one_minus_beta2, sqrt_scale, eps, FROM_GRAD)
-    _write(line + _EXP_AVG, at, inside, m, False, ALIGNED)
-    _write(line + _EXP_AVG_SQ, at, inside, s, False, ALIGNED)
+    _write(record + _EXP_AVG, at, inside, m, False, ALIGNED)
+    _write(record + _EXP_AVG_SQ, at, inside, s, False, ALIGNED)
     if MOVES:
         if PLAIN:
             v = v * one_minus_decay - d
@@ -234,7 +234,7 @@ def step(
             if DECAYS:
                 x -= decay * _log1p(size / c)
             v = _flipped(_moved(size, x, c), v)
-        _write_weights(line, at, inside, v, HALF, MASTERS, ALIGNED)
+        _write_weights(record, at, inside, v, HALF, MASTERS, ALIGNED)
 
 
 @triton.jit
@@ -248,8 +248,8 @@ def pull(
     CLIPS: tl.constexpr, HALF: tl.constexpr, MASTERS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write raw weights, and their gradients times `clip`, to scratch memory."""
-    line, item, at, scratch, inside = _tile(table, tiles, TILE, ALIGNED)
-    v = _value(line, at, inside, HALF, MASTERS, ALIGNED)
+    record, item, at, scratch, inside = _tile(table, tiles, TILE, ALIGNED)
+    v = _value(record, at, inside, HALF, MASTERS, ALIGNED)
     g = _read(grads + item, at, inside, HALF, ALIGNED)
     if CLIPS:
         g *= tl.load(clip)
@@ -263,11 +263,11 @@ def push(
     HALF: tl.constexpr, MASTERS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the weights of new raw weights, by their differences from those of `pull`."""
-    line, _item, at, scratch, inside = _tile(table, tiles, TILE, ALIGNED)
-    v = _value(line, at, inside, HALF, MASTERS, ALIGNED)
+    record, _item, at, scratch, inside = _tile(table, tiles, TILE, ALIGNED)
+    v = _value(record, at, inside, HALF, MASTERS, ALIGNED)
     after = tl.load(values + scratch, mask=inside, other=0.0)
     v = _flipped(_moved(tl.abs(v), kappa * _flipped(after - _raw_of(v, kappa, c), v), c), v)
-    _write_weights(line, at, inside, v, HALF, MASTERS, ALIGNED)
+    _write_weights(record, at, inside, v, HALF, MASTERS, ALIGNED)
 
 
 # ---- maps of row and column factors: see cpu.c for the formulas ----
@@ -275,14 +275,14 @@ def push(
 
 @triton.jit
 def _matrix_tile(table, tiles, ALIGNED: tl.constexpr, TALL: tl.constexpr, COLS: tl.constexpr):
-    """Return this program's line, the columns, the tile's first row, the rows, and the tile's columns inside."""
-    line = table + tl.load(tiles + tl.program_id(0)) * _MATRIX
-    cols, tile = tl.load(line + _COLS), tl.program_id(0) - tl.load(line + _FIRST)
+    """Return this program's record, the columns, the tile's first row, the rows, and the tile's columns inside."""
+    record = table + tl.load(tiles + tl.program_id(0)) * _MATRIX
+    cols, tile = tl.load(record + _COLS), tl.program_id(0) - tl.load(record + _FIRST)
     if ALIGNED:
         cols = tl.multiple_of(cols, 16)
     across = tl.cdiv(cols, COLS)
     j = tile % across * COLS + tl.arange(0, COLS)
-    return line, cols, tile // across * TALL, tl.load(line + _STOP), j, j < cols
+    return record, cols, tile // across * TALL, tl.load(record + _STOP), j, j < cols
 
 
 @triton.jit
@@ -303,37 +303,37 @@ def _outer(rows, columns):
 
 @triton.jit
 def _raw_grads(
-    line, grad, kappa0, c0, lam0, kappa1, c1, lam1, at, inside,
-    MAGNITUDE: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr,
+    record, grad, kappa0, c0, lam0, kappa1, c1, lam1, at, inside,
+    MISMATCH: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Return raw gradients, gradients, raw weights, and the halves of :func:`_grow` at kappa |w|."""
     g = _read(grad, at, inside, HALF, ALIGNED)
-    w = _read(line + _RAW, at, inside, False, ALIGNED)
+    w = _read(record + _RAW, at, inside, False, ALIGNED)
     kappa, lam = _outer(kappa0, kappa1), _outer(lam0, lam1)
     x = kappa * tl.abs(w)
     F, E, D = _grow(x)
-    if MAGNITUDE:  # at w = 0 the mean of the one-sided slopes
+    if MISMATCH:  # at w = 0 the mean of the one-sided slopes
         lam = tl.where(w == 0.0, 0.0, _flipped(lam, w))
     return g * (_outer(2.0 * c0, c1) * kappa * E + lam), g, w, F, E, D
 
 
 @triton.jit
-def _delta(line):
+def _delta(record):
     """Return the rank and the addresses of A and B."""
-    return tl.load(line + _RANK), _pointer(line + _A, tl.float32, False), _pointer(line + _B, tl.float32, False)
+    return tl.load(record + _RANK), _pointer(record + _A, tl.float32, False), _pointer(record + _B, tl.float32, False)
 
 
 @triton.jit
 def _effective(
-    line, of_rows, all_rows, kappa1, c1, lam1, w, cols, i, j, inside0, inside1,
-    MAGNITUDE: tl.constexpr, DELTA: tl.constexpr,
+    record, of_rows, all_rows, kappa1, c1, lam1, w, cols, i, j, inside0, inside1,
+    MISMATCH: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     """Return the weights of raw ones, with A B."""
-    kappa0, c0, lam0 = _factors(of_rows, all_rows, line + _ROW, i, inside0)
+    kappa0, c0, lam0 = _factors(of_rows, all_rows, record + _ROW, i, inside0)
     F, _E, _D = _grow(_outer(kappa0, kappa1) * tl.abs(w))
-    v = _outer(2.0 * c0, c1) * _flipped(F, w) + _outer(lam0, lam1) * (tl.abs(w) if MAGNITUDE else w)
+    v = _outer(2.0 * c0, c1) * _flipped(F, w) + _outer(lam0, lam1) * (tl.abs(w) if MISMATCH else w)
     if DELTA:
-        rank, a, b = _delta(line)
+        rank, a, b = _delta(record)
         for k in range(0, rank):
             of_a = tl.load(a + i * rank + k, mask=inside0, other=0.0)
             v += _outer(of_a, tl.load(b + k * cols + j, mask=inside1, other=0.0))
@@ -343,17 +343,17 @@ def _effective(
 @triton.jit
 def product_norm(
     table, tiles, grads, squares, partial, of_rows, of_columns, all_rows, all_columns, kinds,
-    MAGNITUDE: tl.constexpr, NORMALIZED: tl.constexpr, DELTA: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr,
+    MISMATCH: tl.constexpr, NORMALIZED: tl.constexpr, DELTA: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr,
     TALL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Write the sum of the squares of each tile's raw gradients, and `kinds` of sums by row, then by column.
 
     These are the three of the factors and with DELTA those of A and of B, g B^T and A^T g.
     """
-    line, cols, first, stop, j, inside1 = _matrix_tile(table, tiles, ALIGNED, TALL, COLS)
-    grad = grads + tl.load(line + _ITEM)
+    record, cols, first, stop, j, inside1 = _matrix_tile(table, tiles, ALIGNED, TALL, COLS)
+    grad = grads + tl.load(record + _ITEM)
     # Triton gives a name one type within and before a loop, also the name _.
-    kappa1, c1, lam1 = _factors(of_columns, all_columns, line + _COL, j, inside1)
+    kappa1, c1, lam1 = _factors(of_columns, all_columns, record + _COL, j, inside1)
     own = partial + tl.program_id(0).to(tl.int64) * (kinds * (TALL + COLS))
     right, down = own + tl.arange(0, ROWS), own + kinds * TALL + tl.arange(0, COLS)
     down0, down1 = tl.zeros([ROWS, COLS], tl.float32), tl.zeros([ROWS, COLS], tl.float32)
@@ -362,15 +362,15 @@ def product_norm(
     for r in range(0, TALL, ROWS):
         i = first + r + tl.arange(0, ROWS)
         inside0 = i < stop
-        kappa0, c0, lam0 = _factors(of_rows, all_rows, line + _ROW, i, inside0)
+        kappa0, c0, lam0 = _factors(of_rows, all_rows, record + _ROW, i, inside0)
         at, inside = i[:, None] * cols + j[None, :], inside0[:, None] & inside1[None, :]
         raw, g, w, F, E, D = _raw_grads(
-            line, grad, kappa0, c0, lam0, kappa1, c1, lam1, at, inside, MAGNITUDE, HALF, ALIGNED,
+            record, grad, kappa0, c0, lam0, kappa1, c1, lam1, at, inside, MISMATCH, HALF, ALIGNED,
         )  # fmt: skip
         total += raw * raw
         by_c, by_kappa = g * _flipped(F, w), g * (_flipped(D, w) if NORMALIZED else w * E)
         other0 = c0 if NORMALIZED else c0 * kappa0
-        by_lam = g * (tl.abs(w) if MAGNITUDE else w)
+        by_lam = g * (tl.abs(w) if MISMATCH else w)
         down0 += by_c * (2.0 * c0)[:, None]
         down1 += by_kappa * (2.0 * other0)[:, None]
         down2 += by_lam * lam0[:, None]
@@ -382,7 +382,7 @@ def product_norm(
     tl.store(down + 2 * COLS, tl.sum(down2, 0))
     tl.store(squares + tl.program_id(0), tl.sum(total))
     if DELTA:
-        rank, a, b = _delta(line)
+        rank, a, b = _delta(record)
         for k in range(0, rank):
             of_b, by_b = tl.load(b + k * cols + j, mask=inside1, other=0.0), tl.zeros([ROWS, COLS], tl.float32)
             for r in range(0, TALL, ROWS):
@@ -412,49 +412,49 @@ def product_sums(
     DELTA: tl.constexpr, TALL: tl.constexpr, COLS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Add the sums of tiles of whole matrices: programs of the first tiles in a row or a column do so."""
-    line, cols, first, rows, j, inside1 = _matrix_tile(table, tiles, False, TALL, COLS)
+    record, cols, first, rows, j, inside1 = _matrix_tile(table, tiles, False, TALL, COLS)
     across, size = tl.cdiv(cols, COLS), kinds * (TALL + COLS)
-    tile, i = tl.program_id(0) - tl.load(line + _FIRST), first + tl.arange(0, TALL)
+    tile, i = tl.program_id(0) - tl.load(record + _FIRST), first + tl.arange(0, TALL)
     own, inside0 = partial + tl.program_id(0).to(tl.int64) * size, i < rows
     if tile % across == 0:
-        to = by_rows + tl.load(line + _ROW) + i
+        to = by_rows + tl.load(record + _ROW) + i
         for k in range(0, _SUMS):
             tl.store(to + k * all_rows, _added(own + k * TALL, size, across, TALL, TILES), mask=inside0)
         if DELTA:
-            to = _pointer(line + _BY_A, tl.float32, False) + i * tl.load(line + _RANK)
-            for k in range(0, tl.load(line + _RANK)):
+            to = _pointer(record + _BY_A, tl.float32, False) + i * tl.load(record + _RANK)
+            for k in range(0, tl.load(record + _RANK)):
                 tl.store(to + k, _added(own + (_SUMS + k) * TALL, size, across, TALL, TILES), mask=inside0)
     if tile < across:
         own, row, count = own + kinds * TALL, size * across, tl.cdiv(rows, TALL)
-        to = by_columns + tl.load(line + _COL) + j
+        to = by_columns + tl.load(record + _COL) + j
         for k in range(0, _SUMS):
             tl.store(to + k * all_columns, _added(own + k * COLS, row, count, COLS, TILES), mask=inside1)
         if DELTA:
-            to = _pointer(line + _BY_B, tl.float32, False) + j
-            for k in range(0, tl.load(line + _RANK)):
+            to = _pointer(record + _BY_B, tl.float32, False) + j
+            for k in range(0, tl.load(record + _RANK)):
                 tl.store(to + k * cols, _added(own + (_SUMS + k) * COLS, row, count, COLS, TILES), mask=inside1)
 
 
 @triton.jit
 def product_pull(
     table, tiles, grads, raw_grads, clip, of_rows, of_columns, all_rows, all_columns,
-    CLIPS: tl.constexpr, MAGNITUDE: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr, TALL: tl.constexpr,
+    CLIPS: tl.constexpr, MISMATCH: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr, TALL: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Write raw gradients times `clip` to scratch memory."""
-    line, cols, first, stop, j, inside1 = _matrix_tile(table, tiles, ALIGNED, TALL, COLS)
-    scratch, grad = tl.load(line + _AT), grads + tl.load(line + _ITEM)
+    record, cols, first, stop, j, inside1 = _matrix_tile(table, tiles, ALIGNED, TALL, COLS)
+    scratch, grad = tl.load(record + _AT), grads + tl.load(record + _ITEM)
     if ALIGNED:
         scratch = tl.multiple_of(scratch, 16)
     clip_coef = tl.load(clip) if CLIPS else 1.0
-    kappa1, c1, lam1 = _factors(of_columns, all_columns, line + _COL, j, inside1)
+    kappa1, c1, lam1 = _factors(of_columns, all_columns, record + _COL, j, inside1)
     for r in range(0, TALL, ROWS):
         i = first + r + tl.arange(0, ROWS)
         inside0 = i < stop
-        kappa0, c0, lam0 = _factors(of_rows, all_rows, line + _ROW, i, inside0)
+        kappa0, c0, lam0 = _factors(of_rows, all_rows, record + _ROW, i, inside0)
         at, inside = i[:, None] * cols + j[None, :], inside0[:, None] & inside1[None, :]
         raw, _g, _w, _F, _E, _D = _raw_grads(
-            line, grad, kappa0, c0, lam0, kappa1, c1, lam1, at, inside, MAGNITUDE, HALF, ALIGNED,
+            record, grad, kappa0, c0, lam0, kappa1, c1, lam1, at, inside, MISMATCH, HALF, ALIGNED,
         )  # fmt: skip
         tl.store(raw_grads + scratch + at, clip_coef * raw, mask=inside)
 
@@ -462,53 +462,53 @@ def product_pull(
 @triton.jit
 def product_push(
     table, tiles, of_rows, of_columns, all_rows, all_columns,
-    MAGNITUDE: tl.constexpr, DELTA: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr, TALL: tl.constexpr,
+    MISMATCH: tl.constexpr, DELTA: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr, TALL: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Write the weights of raw ones."""
-    line, cols, first, stop, j, inside1 = _matrix_tile(table, tiles, ALIGNED, TALL, COLS)
-    kappa1, c1, lam1 = _factors(of_columns, all_columns, line + _COL, j, inside1)
+    record, cols, first, stop, j, inside1 = _matrix_tile(table, tiles, ALIGNED, TALL, COLS)
+    kappa1, c1, lam1 = _factors(of_columns, all_columns, record + _COL, j, inside1)
     for r in range(0, TALL, ROWS):
         i = first + r + tl.arange(0, ROWS)
         inside0 = i < stop
         at, inside = i[:, None] * cols + j[None, :], inside0[:, None] & inside1[None, :]
-        w = _read(line + _RAW, at, inside, False, ALIGNED)
+        w = _read(record + _RAW, at, inside, False, ALIGNED)
         v = _effective(
-            line, of_rows, all_rows, kappa1, c1, lam1, w, cols, i, j, inside0, inside1, MAGNITUDE, DELTA,
+            record, of_rows, all_rows, kappa1, c1, lam1, w, cols, i, j, inside0, inside1, MISMATCH, DELTA,
         )  # fmt: skip
-        _write(line + _WEIGHT, at, inside, v, HALF, ALIGNED)
+        _write(record + _WEIGHT, at, inside, v, HALF, ALIGNED)
 
 
 @triton.jit
 def product_step(
     table, tiles, grads, clip, old_rows, old_columns, new_rows, new_columns, all_rows, all_columns,
     lerp_weight, beta2, one_minus_beta2, sqrt_scale, eps, one_minus_decay,
-    FROM_GRAD: tl.constexpr, CLIPS: tl.constexpr, MOVES: tl.constexpr, MAGNITUDE: tl.constexpr, DELTA: tl.constexpr,
+    FROM_GRAD: tl.constexpr, CLIPS: tl.constexpr, MOVES: tl.constexpr, MISMATCH: tl.constexpr, DELTA: tl.constexpr,
     HALF: tl.constexpr, ALIGNED: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Apply AdamW to raw weights and write the weights under new factors."""
-    line, cols, first, stop, j, inside1 = _matrix_tile(table, tiles, ALIGNED, TALL, COLS)
-    grad = grads + tl.load(line + _ITEM)
+    record, cols, first, stop, j, inside1 = _matrix_tile(table, tiles, ALIGNED, TALL, COLS)
+    grad = grads + tl.load(record + _ITEM)
     clip_coef = tl.load(clip) if CLIPS else 1.0
-    kappa1, c1, lam1 = _factors(old_columns, all_columns, line + _COL, j, inside1)
-    kappa2, c2, lam2 = _factors(new_columns, all_columns, line + _COL, j, inside1)
+    kappa1, c1, lam1 = _factors(old_columns, all_columns, record + _COL, j, inside1)
+    kappa2, c2, lam2 = _factors(new_columns, all_columns, record + _COL, j, inside1)
     for r in range(0, TALL, ROWS):
         i = first + r + tl.arange(0, ROWS)
         inside0 = i < stop
-        kappa0, c0, lam0 = _factors(old_rows, all_rows, line + _ROW, i, inside0)
+        kappa0, c0, lam0 = _factors(old_rows, all_rows, record + _ROW, i, inside0)
         at, inside = i[:, None] * cols + j[None, :], inside0[:, None] & inside1[None, :]
         raw, _g, w, _F, _E, _D = _raw_grads(
-            line, grad, kappa0, c0, lam0, kappa1, c1, lam1, at, inside, MAGNITUDE, HALF, ALIGNED,
+            record, grad, kappa0, c0, lam0, kappa1, c1, lam1, at, inside, MISMATCH, HALF, ALIGNED,
         )  # fmt: skip
-        m = _read(line + _EXP_AVG, at, inside, False, ALIGNED)
-        s = _read(line + _EXP_AVG_SQ, at, inside, False, ALIGNED)
+        m = _read(record + _EXP_AVG, at, inside, False, ALIGNED)
+        s = _read(record + _EXP_AVG_SQ, at, inside, False, ALIGNED)
         d, m, s = _direction(clip_coef * raw, m, s, lerp_weight, beta2, one_minus_beta2, sqrt_scale, eps, FROM_GRAD)
-        _write(line + _EXP_AVG, at, inside, m, False, ALIGNED)
-        _write(line + _EXP_AVG_SQ, at, inside, s, False, ALIGNED)
+        _write(record + _EXP_AVG, at, inside, m, False, ALIGNED)
+        _write(record + _EXP_AVG_SQ, at, inside, s, False, ALIGNED)
         if MOVES:
             w = w * one_minus_decay - d
-            _write(line + _RAW, at, inside, w, False, ALIGNED)
+            _write(record + _RAW, at, inside, w, False, ALIGNED)
             v = _effective(
-                line, new_rows, all_rows, kappa2, c2, lam2, w, cols, i, j, inside0, inside1, MAGNITUDE, DELTA,
+                record, new_rows, all_rows, kappa2, c2, lam2, w, cols, i, j, inside0, inside1, MISMATCH, DELTA,
             )  # fmt: skip
-            _write(line + _WEIGHT, at, inside, v, HALF, ALIGNED)
+            _write(record + _WEIGHT, at, inside, v, HALF, ALIGNED)

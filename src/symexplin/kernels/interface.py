@@ -133,7 +133,7 @@ class Matrices(NamedTuple):
 
     ::
 
-        w_eff = c sign(w) expm1(kappa |w|) + lambda u + A B      u = |w| with `magnitude`, else w
+        w_eff = c sign(w) expm1(kappa |w|) + lambda u + A B      u = |w| with `mismatch`, else w
 
     A tensor with one dimension is one row. The factors of all matrices are in common tensors: matrix i has those from
     `rows[i]` and from `columns[i]` on. Raw weights are float32.
@@ -145,9 +145,9 @@ class Matrices(NamedTuple):
     columns: Sequence[int]
     counts: tuple[int, int]  # of all rows and all columns, of which these may be some
     half: bool  # whether weights are in bfloat16
-    magnitude: bool
+    mismatch: bool
     normalized: bool = False  # what the sums for kappa are of, see :meth:`ProductPlan.norm`
-    curved: bool = True  # whether there is an exponential pathway; without one, kernels need not compute it
+    exponential: bool = True  # whether there is an exponential pathway
     deltas: Sequence[Delta | None] | None = None
     moments: Sequence[Sequence[Tensor]] = ()  # exp_avg and exp_avg_sq, for :meth:`ProductPlan.update`
     device: torch.device = torch.device("cpu")

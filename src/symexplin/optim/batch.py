@@ -10,7 +10,7 @@ from symexplin.optim.entry import Entry, Leaf, Moments, clipped
 from symexplin.routes import rate_of
 from symexplin.spec import RawWeight
 
-__all__ = ["ADAMW", "Batch", "FormulaBatch", "Pack", "Rule", "runs"]
+__all__ = ["ADAMW", "Batch", "FormulaBatch", "Pack", "Rule"]
 
 ADAMW = ("exp_avg", "exp_avg_sq")  # its moments
 _CHUNK = {"cpu": 2**18}  # numbers whose raw gradients exist at a time, at least one tensor's: a core's cache
@@ -75,7 +75,14 @@ class Pack:
 
 
 class Batch:
-    """Parameters of a pack that step together."""
+    """Parameters of a pack that step together.
+
+    :meth:`norm` and :meth:`advance` come first. If its kernels have the rule, :meth:`update` takes the step. Else the
+    rule updates :meth:`scale_leaves`, then part by part what :meth:`pull` returns, and :meth:`push` writes the new
+    weights into the model. :meth:`finish` is last.
+    """
+
+    is_fused = False  # whether its kernels have the rule
 
     def __init__(self, pack: Pack, places: tuple[int, ...]) -> None:
         self.pack, self.places, self.rule = pack, places, pack.rule
@@ -91,8 +98,20 @@ class Batch:
         """Count the step."""
         self.count = self.pack.advance(self.places)
 
-    def step(self, clip: Tensor | None) -> Iterator[list[Leaf]]:
-        """Yield leaves for the rule: first learned scales, then weights, whose new values go to the model."""
+    def update(self, clip: Tensor | None) -> None:
+        """Apply the rule to learned scales and weights."""
+        raise NotImplementedError
+
+    def pull(self, part: slice, clip: Tensor | None) -> list[Leaf]:
+        """Return the leaves of the weights of some parameters."""
+        raise NotImplementedError
+
+    def push(self, part: slice) -> None:
+        """Write the new values of these leaves into the model."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Forget gradients, whose memory belongs to the user."""
         raise NotImplementedError
 
     @property
@@ -100,14 +119,21 @@ class Batch:
         """The learning rate of the weights."""
         return rate_of(self.group)
 
-    @property
-    def chunk(self) -> int:
-        """The numbers of raw gradients that exist at a time."""
+    def parts(self) -> Iterator[slice]:
+        """Yield runs of parameters whose raw gradients may exist at a time: one's, or a limited number."""
         device = self.entries[0].value.device.type
-        return _CHUNK[device] * torch.get_num_threads() if device in _CHUNK else _CHUNK_OF_DEVICE
+        room = _CHUNK[device] * torch.get_num_threads() if device in _CHUNK else _CHUNK_OF_DEVICE
+        start, total = 0, 0
+        for i, entry in enumerate(self.entries):
+            size = entry.value.numel()
+            if i > start and total + size > room:
+                yield slice(start, i)
+                start, total = i, 0
+            total += size
+        yield slice(start, len(self.entries))
 
     def scale_leaves(self, clip: Tensor | None) -> list[Leaf]:
-        """Return the learned scales of all parameters."""
+        """Return the leaves of the learned scales of all parameters."""
         return [leaf for entry in self.entries for leaf in entry.scale_leaves(self.rule.moments, clip, self.count)]
 
 
@@ -116,7 +142,7 @@ class FormulaBatch(Batch):
 
     def norm(self) -> Tensor:
         """See :meth:`Batch.norm`."""
-        self._before: list[RawWeight | None] = []  # the maps with their old scales
+        self._old: list[RawWeight | None] = []  # the maps with their old scales
         grads: list[Tensor] = []
         for entry in self.entries:
             gradient, curved = entry.gradient().to(entry.dtype), None
@@ -124,66 +150,53 @@ class FormulaBatch(Batch):
                 curved = entry.raw_weight()
                 gradient, entry.grads = curved.pullback(gradient)
                 curved = curved._replace(tensors={name: scale.clone() for name, scale in curved.tensors.items()})
-                grads += [] if entry.shard.groups else entry.grads.values()
+                grads += [] if entry.shard.process_groups else entry.grads.values()
             elif entry.closed is not None:
                 gradient = gradient * entry.closed.slope(entry.weight())
-            self._before.append(curved)
+            self._old.append(curved)
             grads.append(torch.linalg.vector_norm(gradient))
         return torch.nn.utils.get_total_norm(grads)
 
-    def step(self, clip: Tensor | None) -> Iterator[list[Leaf]]:
-        """See :meth:`Batch.step`."""
+    def pull(self, part: slice, clip: Tensor | None) -> list[Leaf]:
+        """See :meth:`Batch.pull`."""
         if clip is not None:  # once, not for each tensor
             clip = clip.to(self.entries[0].value.device, self.entries[0].dtype)
-        if scales := self.scale_leaves(clip):
-            yield scales
-        sizes = [entry.value.numel() for entry in self.entries]
-        for start, stop in runs(sizes, self.chunk):
-            pulled = [self._pull(i, clip) for i in range(start, stop)]
-            yield [leaf for leaf, _ in pulled]
-            for entry, (leaf, before) in zip(self.entries[start:stop], pulled, strict=True):
-                if leaf.lr != 0.0:
-                    _write(entry, leaf.value, before)
-        for entry in self.entries:
-            entry.grads = {}
-        del self._before
+        self._leaves = [self._leaf(*pair, clip) for pair in zip(self.entries[part], self._old[part], strict=True)]
+        return self._leaves
 
-    def _pull(self, i: int, clip: Tensor | None) -> tuple[Leaf, Tensor | None]:
-        """Return the leaf of a weight, and its raw weight before the step if that is not stored."""
-        entry, curved = self.entries[i], self._before[i]
-        grad, before = entry.gradient().to(entry.dtype), None
-        if curved is not None:
-            grad, value = grad * curved.slope(), entry.local_state("raw")
-        elif entry.closed is not None:
-            weight = entry.weight()
-            grad, before = grad * entry.closed.slope(weight), entry.closed.raw(weight)
-            value = before.clone()
+    def _leaf(self, entry: Entry, old: RawWeight | None, clip: Tensor | None) -> Leaf:
+        grad = entry.gradient().to(entry.dtype)
+        if old is not None:
+            grad, value = grad * old.slope(), entry.local_state("raw")
         else:
             value = entry.weight()
+            if entry.closed is not None:
+                grad, value = grad * entry.closed.slope(value), entry.closed.raw(value)
         value = value.clone() if self.lr == 0.0 else value  # a rate of 0 changes moments alone
-        return entry.weight_leaf(self.rule.moments, value, clipped(grad, clip), self.count), before
+        return entry.weight_leaf(self.rule.moments, value, clipped(grad, clip), self.count)
+
+    def push(self, part: slice) -> None:
+        """See :meth:`Batch.push`."""
+        if self.lr != 0.0:
+            for entry, leaf in zip(self.entries[part], self._leaves, strict=True):
+                _write(entry, leaf.value)
+        del self._leaves
+
+    def finish(self) -> None:
+        """See :meth:`Batch.finish`."""
+        for entry in self.entries:
+            entry.grads = {}
+        del self._old
 
 
-def _write(entry: Entry, value: Tensor, before: Tensor | None) -> None:
+def _write(entry: Entry, value: Tensor) -> None:
     """Write the weight of a new raw value, or of a new plain one, into the model."""
     if entry.is_stored:
         entry.value.copy_(entry.raw_weight().effective(entry.value.dtype))
         return
     if entry.closed is not None:
-        assert before is not None
-        value = entry.closed.move(entry.weight(), value - before)
+        weight = entry.weight()
+        value = entry.closed.move(weight, value - entry.closed.raw(weight))
     if "master" in entry.state:
         entry.local_state("master").copy_(value)
     entry.value.copy_(value)
-
-
-def runs(sizes: Sequence[int], room: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of runs of items, each of at most `room` numbers or of one item."""
-    start, total = 0, 0
-    for i, size in enumerate(sizes):
-        if i > start and total + size > room:
-            yield start, i
-            start, total = i, 0
-        total += size
-    if start < len(sizes):
-        yield start, len(sizes)

@@ -1,7 +1,7 @@
 """Group the parameters of an optimizer into packs of alike ones, which are kept until something changes."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import is_
 from typing import Any
 
@@ -26,9 +26,9 @@ class Batches:
         self._entries, self._rule = list(entries), rule
         alike: dict[Any, list[Entry]] = {}
         for entry in entries:
-            place = id(entry.group), entry.value.dtype, entry.value.device, entry.shard.groups
+            place = id(entry.group), entry.value.dtype, entry.value.device, entry.shard.process_groups
             alike.setdefault((_kind_of(entry, rule), *place), []).append(entry)
-        self._packs = [_pack_of(kind, chosen, rule) for (kind, *_), chosen in alike.items()]
+        self.packs = [_pack_of(kind, chosen, rule) for (kind, *_), chosen in alike.items()]
         self._kernels = {entry.value.device: kernels_for(entry.value.device) for entry in entries}
         self._states = [entry.state for entry in entries]
         self._values = [value for state in self._states for value in state.values()]
@@ -40,7 +40,7 @@ class Batches:
     def of(self, active: Sequence[Entry]) -> list[Batch]:
         """Return batches of the active parameters."""
         chosen = None if len(active) == len(self._entries) else set(map(id, active))
-        return [batch for pack in self._packs for batch in pack.of(chosen)]
+        return [batch for pack in self.packs for batch in pack.of(chosen)]
 
     def is_valid(self, entries: Sequence[Entry], rule: Rule) -> bool:
         """Whether rule, kernels, states and their memory are those of before; the entries know the parameters'."""
@@ -52,9 +52,6 @@ class Batches:
             and all(map(is_, itertools.chain.from_iterable(map(dict.values, self._states)), self._values))
             and _addresses(self._memory) == self._addresses
         )
-
-    def __iter__(self) -> Iterator[Pack]:
-        return iter(self._packs)
 
 
 def _addresses(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
@@ -76,7 +73,7 @@ def _kind_of(entry: Entry, rule: Rule) -> Any:
         return None
     if entry.is_stored:
         is_turned = "io" in entry.axes
-        is_mixed = is_turned and bool(entry.shard.groups) and bool(entry.spec.by_role("delta"))
+        is_mixed = is_turned and bool(entry.shard.process_groups) and bool(entry.spec.by_role("delta"))
         if not is_product(entry.spec) or not entry.value.is_contiguous() or is_mixed:
             return None
         return "product, turned" if is_turned else "product"

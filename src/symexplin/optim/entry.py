@@ -171,15 +171,19 @@ class Entry:
             shard=self.shard,
         )
 
+    def rate_of(self, tensor: ScaleTensor) -> float:
+        """Return the present learning rate of a scale (paper, section 4.5)."""
+        return rate_of(self.group) * tensor.lr_scale * multiplier(f"k_{tensor.role}", self.group)
+
     def scale_leaves(self, moments: Moments, clip: Tensor | None, step: float) -> list[Leaf]:
         """Return the learned scales for a rule; their gradients must have been pulled."""
         if not self.scales:
             return []
         names = moments("scale", "")
-        lr, decay = rate_of(self.group), float(self.group["weight_decay"])
+        decay = float(self.group["weight_decay"])
         leaves = []
         for name, (tensor, shard) in self.scales.items():
-            value, rate = self.local_state(name), lr * tensor.lr_scale * multiplier(f"k_{tensor.role}", self.group)
+            value, rate = self.local_state(name), self.rate_of(tensor)
             leaf = Leaf(
                 kind="scale",
                 name=f"{self.name} {name}",
@@ -205,7 +209,8 @@ class Entry:
             self._create_moments("weight", self.value, moments(self.kind, self.axes))
             if self.scales:
                 position = self.group["position"][self.index]  # initialized whole, to be independent of the sharding
-                first = spec_of(self.group, self.index, self.shape).start(self.dtype, self.value.device, position)
+                whole = spec_of(self.group, self.index, self.shape)
+                first = whole.first_values(self.dtype, self.value.device, position)
                 for name, (tensor, shard) in self.scales.items():
                     value = shard.cut(first[name])
                     state[name] = shard.wrap(value, tensor.shape)
@@ -237,7 +242,7 @@ class Entry:
                 return shard, tensor.shape
         return self.shard, self.shape
 
-    def adopt(self, key: str, value: Any) -> Any:
+    def loaded(self, key: str, value: Any) -> Any:
         """Return a copy of a saved value of the state with the dtype, device and placement of this state.
 
         "step" may be a number. Other values that are not tensors belong to user code, and are returned unchanged.

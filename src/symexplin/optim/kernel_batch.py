@@ -3,7 +3,8 @@
 AdamW has a shortcut: one pass over memory without leaves, which changes the speed alone.
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -21,7 +22,7 @@ from symexplin.kernels.interface import (
     is_base_tensor,
     is_memory,
 )
-from symexplin.optim.batch import ADAMW, Batch, Pack, Rule, runs
+from symexplin.optim.batch import ADAMW, Batch, Pack, Rule
 from symexplin.optim.entry import Entry, Leaf
 from symexplin.optim.products import PackedScales, divides
 from symexplin.spec import is_weight, outputs_first, stack_size
@@ -34,11 +35,14 @@ _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 class _KernelBatch(Batch):
     """What both kinds share: the gradients, and AdamW's rates."""
 
+    _grads: list[Tensor]  # in a step
+
     def __init__(self, pack: Pack, places: tuple[int, ...]) -> None:
         super().__init__(pack, places)
         values = [entry.value for entry in self.entries]
         self._parameters = [entry.parameter for entry in self.entries]
         self._usual = list(map(_DTYPE, values)), list(map(_SHAPE, values)), list(map(Tensor.stride, values))
+        self.is_fused = pack.rule.is_adamw
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients in the memory format and dtype of the values, in the usual case as they are."""
@@ -58,12 +62,16 @@ class _KernelBatch(Batch):
         corrections = 1.0 - beta1**step, 1.0 - beta2**step
         return Rates(self.lr, float(group["weight_decay"]), beta1, beta2, float(group["eps"]), *corrections)
 
-    def parts(self) -> list[tuple[int, int]]:
-        """Return runs of parameters whose raw gradients may exist at a time."""
-        return list(runs([entry.value.numel() for entry in self.entries], self.chunk))
+    def leaves(self, entries: Sequence[Entry], raws: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Leaf]:
+        """Return the leaves of raw weights and their gradients."""
+        if self.lr == 0.0:  # changes moments alone
+            raws = [raw.clone() for raw in raws]
+        each = zip(entries, raws, grads, strict=True)
+        return [entry.weight_leaf(self.rule.moments, raw, grad, self.count) for entry, raw, grad in each]
 
-    def written(self) -> None:
-        """Count the writes into the weights."""
+    def finish(self) -> None:
+        """See :meth:`Batch.finish`; count the writes into the weights."""
+        del self._grads
         torch.autograd.graph.increment_version([entry.value for entry in self.entries])
 
 
@@ -82,7 +90,7 @@ class ClosedPack(Pack):
         """Return the kernels for some of the parameters."""
         names = {"exp_avgs": "exp_avg", "exp_avg_sqs": "exp_avg_sq"} if self.rule.is_adamw else {}
         names |= {"masters": "master"} if entries[0].is_half else {}
-        lists = {line: [entry.local_state(name) for entry in entries] for line, name in names.items()}
+        lists = {key: [entry.local_state(name) for entry in entries] for key, name in names.items()}
         return self._kernels.closed(entries[0].closed, Tensors([entry.value for entry in entries], **lists))
 
     def batch(self, places: tuple[int, ...]) -> Batch:
@@ -93,8 +101,8 @@ class ClosedPack(Pack):
 class _ClosedBatch(_KernelBatch):
     def __init__(self, pack: ClosedPack, places: tuple[int, ...]) -> None:
         super().__init__(pack, places)
-        self._pack, self._plan = pack, pack.plan(self.entries)
-        self._parts: list[tuple[int, int, ClosedPlan]] = []
+        self._plan_of = functools.cache(lambda start, stop: pack.plan(self.entries[start:stop]))
+        self._plan = self._plan_of(0, len(self.entries))
 
     def norm(self) -> Tensor:
         """See :meth:`Batch.norm`."""
@@ -102,25 +110,22 @@ class _ClosedBatch(_KernelBatch):
         self._plan.take(self._grads)
         return self._plan.norm()
 
-    def step(self, clip: Tensor | None) -> Iterator[list[Leaf]]:
-        """See :meth:`Batch.step`."""
-        if self.rule.is_adamw:
-            self._plan.update(self.rates(), clip)
-        else:
-            if not self._parts:
-                self._parts = [(i, j, self._pack.plan(self.entries[i:j])) for i, j in self.parts()]
-            for start, stop, plan in self._parts:
-                plan.take(self._grads[start:stop])
-                values, grads = plan.pull(clip)
-                entries = self.entries[start:stop]
-                raws = values.clone() if self.lr == 0.0 else values  # a rate of 0 changes moments alone
-                pairs = zip(entries, _like(entries, raws), _like(entries, grads), strict=True)
-                yield [entry.weight_leaf(self.rule.moments, raw, grad, self.count) for entry, raw, grad in pairs]
-                if self.lr != 0.0:
-                    plan.push(values)
-                del values, raws, grads, pairs
-        del self._grads  # its memory belongs to the user
-        self.written()
+    def update(self, clip: Tensor | None) -> None:
+        """See :meth:`Batch.update`."""
+        self._plan.update(self.rates(), clip)
+
+    def pull(self, part: slice, clip: Tensor | None) -> list[Leaf]:
+        """See :meth:`Batch.pull`."""
+        entries, plan = self.entries[part], self._plan_of(part.start, part.stop)
+        plan.take(self._grads[part])
+        self._values, grads = plan.pull(clip)
+        return self.leaves(entries, _like(entries, self._values), _like(entries, grads))
+
+    def push(self, part: slice) -> None:
+        """See :meth:`Batch.push`."""
+        if self.lr != 0.0:
+            self._plan_of(part.start, part.stop).push(self._values)
+        del self._values
 
 
 class ProductPack(Pack):
@@ -137,18 +142,18 @@ class ProductPack(Pack):
         deltas = [delta for entry in entries for delta in _deltas(entry)]
         return self._kernels.products(
             Matrices(
-                [part for entry in entries for part in _parts_of(entry, entry.value)],
-                _split(entries, "raw"),
-                rows=list(self.scales.starts(True, chosen)),
-                columns=list(self.scales.starts(False, chosen)),
+                _matrices(entries, (entry.value for entry in entries)),
+                _in_state(entries, "raw"),
+                rows=list(self.scales.starts(0, chosen)),
+                columns=list(self.scales.starts(1, chosen)),
                 counts=self.scales.counts,
                 half=self.entries[0].is_half,
                 device=self.entries[0].value.device,
-                curved=self.scales.spec.config.mode != "linear",
-                magnitude=self.scales.spec.config.mode == "mismatch",
+                exponential=self.scales.spec.config.mode != "linear",
+                mismatch=self.scales.spec.config.mode == "mismatch",
                 normalized=divides(self.scales.spec),
                 deltas=deltas if any(deltas) else None,
-                moments=[_split(entries, name) for name in ADAMW] if self.rule.is_adamw else (),
+                moments=[_in_state(entries, name) for name in ADAMW] if self.rule.is_adamw else (),
             )
         )
 
@@ -160,66 +165,57 @@ class ProductPack(Pack):
 class _ProductBatch(_KernelBatch):
     def __init__(self, pack: ProductPack, places: tuple[int, ...]) -> None:
         super().__init__(pack, places)
-        self._pack, self._scales, self._plan = pack, pack.scales, pack.plan(self.entries)
-        self._is_split = bool(self.entries[0].shard.groups)
-        self._resting = None if len(places) == len(pack.entries) else self._scales.mask_of(self.entries)
-        self._parts: list[tuple[int, int, ProductPlan]] = []
+        self._scales = pack.scales
+        self._plan_of = functools.cache(lambda start, stop: pack.plan(self.entries[start:stop]))
+        self._plan = self._plan_of(0, len(self.entries))
+        self._is_split = bool(self.entries[0].shard.process_groups)
+        self._inactive = None if len(places) == len(pack.entries) else self._scales.mask_of(self.entries)
 
     def norm(self) -> Tensor:
         """See :meth:`Batch.norm`."""
         self._grads = self.gradients()
-        self._plan.take(self._matrices(self._grads))
+        self._plan.take(_matrices(self.entries, self._grads))
         self._factors = self._scales.factors()
         self._scales.gradient.zero_()
         norm, sums = self._plan.norm(self._factors)
-        of_scales = self._scales.pull(sums, self._resting)
+        of_scales = self._scales.pull(sums, self._inactive)
         if self._is_split:  # these are partial sums
             return norm
         total: Tensor = torch.linalg.vector_norm(torch.stack([norm, of_scales.to(norm)]))
         return total
 
-    def _matrices(self, tensors: Sequence[Tensor], start: int = 0) -> list[Tensor]:
-        entries = self.entries[start : start + len(tensors)]
-        return [part for entry, x in zip(entries, tensors, strict=True) for part in _parts_of(entry, x)]
+    def update(self, clip: Tensor | None) -> None:
+        """See :meth:`Batch.update`."""
+        rates = self.rates()
+        self._scales.update(rates, clip, self._inactive)
+        self._plan.update(rates, clip, self._factors, self._scales.factors(new=True))
 
-    def step(self, clip: Tensor | None) -> Iterator[list[Leaf]]:
-        """See :meth:`Batch.step`."""
-        if self.rule.is_adamw:
-            rates = self.rates()
-            self._scales.update(rates, clip, self._resting)
-            self._plan.update(rates, clip, self._factors, self._scales.factors(new=True))
-        else:
-            if scales := self.scale_leaves(clip):
-                yield scales
-            new = self._scales.factors(new=True)
-            if not self._parts:
-                self._parts = [(i, j, self._pack.plan(self.entries[i:j])) for i, j in self.parts()]
-            for start, stop, plan in self._parts:
-                entries = self.entries[start:stop]
-                plan.take(self._matrices(self._grads[start:stop], start))
-                grads = _like(entries, plan.pull(clip, self._factors))
-                yield [
-                    entry.weight_leaf(
-                        self.rule.moments,
-                        entry.local_state("raw").clone() if self.lr == 0.0 else entry.local_state("raw"),
-                        grad,
-                        self.count,
-                    )
-                    for entry, grad in zip(entries, grads, strict=True)
-                ]
-                if self.lr != 0.0:
-                    plan.push(new)
-                del grads
-        del self._grads, self._factors
-        self.written()
+    def pull(self, part: slice, clip: Tensor | None) -> list[Leaf]:
+        """See :meth:`Batch.pull`."""
+        if part.start == 0:  # the rule has updated the scales
+            self._new_factors = self._scales.factors(new=True)
+        entries, plan = self.entries[part], self._plan_of(part.start, part.stop)
+        plan.take(_matrices(entries, self._grads[part]))
+        raws = [entry.local_state("raw") for entry in entries]
+        return self.leaves(entries, raws, _like(entries, plan.pull(clip, self._factors)))
+
+    def push(self, part: slice) -> None:
+        """See :meth:`Batch.push`."""
+        if self.lr != 0.0:
+            self._plan_of(part.start, part.stop).push(self._new_factors)
 
 
-def _split(entries: Sequence[Entry], name: str) -> list[Tensor]:
+def _matrices(entries: Sequence[Entry], tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the matrices of tensors, one of each parameter."""
+    return [matrix for entry, x in zip(entries, tensors, strict=True) for matrix in _matrices_of(entry, x)]
+
+
+def _in_state(entries: Sequence[Entry], name: str) -> list[Tensor]:
     """Return the matrices of a tensor in the state of each parameter."""
-    return [part for entry in entries for part in _parts_of(entry, entry.local_state(name))]
+    return _matrices(entries, (entry.local_state(name) for entry in entries))
 
 
-def _parts_of(entry: Entry, tensor: Tensor) -> Sequence[Tensor]:
+def _matrices_of(entry: Entry, tensor: Tensor) -> Sequence[Tensor]:
     """Return the matrices of a tensor, or the vectors of biases, as views of its memory."""
     return tensor.unbind() if "e" in entry.axes else (tensor,)
 
@@ -241,4 +237,4 @@ def _deltas(entry: Entry) -> list[Delta | None]:
     tensors = [of(name) for of in (entry.local_state, entry.grads.__getitem__) for name in names]
     if not outputs_first(entry.axes):  # (A B)^T = B^T A^T
         tensors = [tensor.mT for tensor in (tensors[1], tensors[0], tensors[3], tensors[2])]
-    return [Delta(*parts) for parts in zip(*(_parts_of(entry, tensor) for tensor in tensors), strict=True)]
+    return [Delta(*parts) for parts in zip(*(_matrices_of(entry, tensor) for tensor in tensors), strict=True)]

@@ -17,7 +17,7 @@ from symexplin.optim.batch import Batch, Rule
 from symexplin.optim.batches import Batches
 from symexplin.optim.entry import Entry, Leaf, shapes_of
 from symexplin.optim.groups import Group, config_of, is_curved, param_groups
-from symexplin.optim.shard import Groups, any_process, global_norm, local
+from symexplin.optim.shard import ProcessGroups, any_process, global_norm, local
 from symexplin.optim.writes import Writes
 from symexplin.routes import rate_of
 from symexplin.spec import RawWeight
@@ -126,12 +126,22 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         if not (fresh and self._is_idle(norm)):
             for batch in batches:
                 batch.advance()
-                for leaves in batch.step(clip):
-                    self.rule_(leaves, batch.group)
-                    del leaves  # so that the raw gradients of one chunk exist at a time
+                self._update(batch, clip)
+                batch.finish()
             for group in self.param_groups:
                 group["steps"] += 1
         self._writes.remember(entries)
+
+    def _update(self, batch: Batch, clip: Tensor | None) -> None:
+        """Update the scales and weights of a batch."""
+        if batch.is_fused:
+            return batch.update(clip)
+        if scales := batch.scale_leaves(clip):
+            self.rule_(scales, batch.group)
+        for part in batch.parts():
+            self.rule_(batch.pull(part, clip), batch.group)
+            batch.push(part)
+        return None
 
     def _is_adamw(self) -> bool:
         """Whether the rule is AdamW's, so that kernels may take its place."""
@@ -349,7 +359,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         for (group, i), key in zip(self._indices(), keys, strict=True):
             if values := saved["state"].get(key):  # may be empty: trainers load one, then replace the parameters
                 entry = Entry(group, i, self.state[group["params"][i]])
-                entry.state.update({name: entry.adopt(name, value) for name, value in values.items()})
+                entry.state.update({name: entry.loaded(name, value) for name, value in values.items()})
                 if not entry.is_half:  # the state of a model that had half precision
                     entry.state.pop("master", None)
 
@@ -384,17 +394,18 @@ def _active(entries: Sequence[Entry]) -> list[Entry]:
 
 def _norm(entries: Sequence[Entry], active: Sequence[Entry], batches: Sequence[Batch]) -> Tensor:
     """Return the global norm of the gradients; those of split parameters' scales are summed over processes."""
-    norms: dict[Groups, list[Tensor]] = {entry.shard.groups: [] for entry in entries}  # alike in every process
+    # Alike in every process.
+    norms: dict[ProcessGroups, list[Tensor]] = {entry.shard.process_groups: [] for entry in entries}
     for batch in batches:
-        norms[batch.entries[0].shard.groups].append(batch.norm())
+        norms[batch.entries[0].shard.process_groups].append(batch.norm())
     # In the order of the parameters, which is the same in every process.
     shared = [
-        (entry.shard.groups, shard.groups, entry.grads[name])
+        (entry.shard.process_groups, shard.process_groups, entry.grads[name])
         for entry in active
-        if entry.shard.groups
+        if entry.shard.process_groups
         for name, (_, shard) in entry.scales.items()
     ]
-    devices = {group: entry.shard.device_type for entry in entries for group in entry.shard.groups}
+    devices = {group: entry.shard.device_type for entry in entries for group in entry.shard.process_groups}
     return global_norm(norms, shared, devices)
 
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from symexplin.kernels.interface import Factors, Kernels, Rates, Tensors
 from symexplin.modes import exp
-from symexplin.optim.annealing import multiplier
 from symexplin.optim.batch import ADAMW
 from symexplin.optim.entry import Entry, moment_key
 from symexplin.spec import ScaleTensor, Spec, dims_of, is_weight, outputs_first, sides, stack_size
@@ -31,9 +30,10 @@ __all__ = ["PackedScales", "divides", "fixed_factors", "is_product"]
 _SIGNS = {"mismatch": 1.0, "congruent": 1.0, "oppose": -1.0, "exp_only": 0.0, "linear": 1.0}  # of lambda
 _PRODUCTS = ("fixed", "global", "row", "column", "row_col_mult")
 _SUMS = ("fixed", "global", "row", "column", "row_col_add")  # of logarithms, whose exponentials are products
-_KAPPA, _C, _LAMBDA = range(3)  # lines of a table of factors
-_BY_C, _BY_KAPPA, _BY_LAMBDA = range(3)  # and of sums
-_LINES = {"m": (_KAPPA,), "e": (_C,), "n": (_C,), "l": (_LAMBDA,), "s": (_C, _LAMBDA)}  # that a role multiplies
+_ROWS, _COLUMNS = range(2)  # sides of a matrix
+_KAPPA, _C, _LAMBDA = range(3)  # kinds of factors
+_BY_C, _BY_KAPPA, _BY_LAMBDA = range(3)  # kinds of sums
+_MULTIPLIED = {"m": (_KAPPA,), "e": (_C,), "n": (_C,), "l": (_LAMBDA,), "s": (_C, _LAMBDA)}  # by role
 
 
 @functools.cache
@@ -79,47 +79,47 @@ class _Numbers(NamedTuple):
     """The learned numbers of one role along the rows or the columns, as views of all of them and of all gradients."""
 
     role: str
-    is_row: bool
+    side: int
     at: slice  # of the rows or columns that they belong to
     values: Tensor
     gradient: Tensor
-    owners: Tensor | None = None  # for each row the number that its matrix has alone; None: each has its own
-    counts: Tensor | None = None  # of the rows of each number
+    matrices: Tensor | None = None  # where a whole matrix has one number: the place of each row's number, else None
+    heights: Tensor | None = None  # of these matrices
 
     def spread(self, of: Tensor) -> Tensor:
         """Return one value for each row or column."""
-        return of if self.owners is None else of.index_select(0, self.owners)
+        return of if self.matrices is None else of.index_select(0, self.matrices)
 
     def write(self, operator: Any, a: Tensor, b: Tensor) -> None:
         """Write gradients by row or column, the operator of both tensors, to those of the numbers."""
-        if self.counts is None:
+        if self.heights is None:
             operator(a, b, out=self.gradient)
         else:  # the check of the lengths would wait for the device
-            self.gradient.copy_(torch.segment_reduce(operator(a, b), "sum", lengths=self.counts, unsafe=True))
+            self.gradient.copy_(torch.segment_reduce(operator(a, b), "sum", lengths=self.heights, unsafe=True))
 
 
 class _Table(NamedTuple):
     """Kappa, c and lambda of all rows and of all columns, and views of what belongs to each of the numbers."""
 
     factors: Factors
-    parts: list[Tensor]  # (3, n)
-    layers: list[tuple[list[Tensor], list[int]]]  # lines that do not overlap, and the numbers that multiply them
+    views: list[Tensor]  # (3, n)
+    layers: list[tuple[list[Tensor], list[int]]]  # views that do not overlap, and the numbers that multiply them
 
     @classmethod
     def of(cls, factors: Factors, all_numbers: Sequence[_Numbers]) -> "_Table":
         """Return a table in this memory."""
-        parts = [factors[not numbers.is_row][:, numbers.at] for numbers in all_numbers]
+        views = [factors[numbers.side][:, numbers.at] for numbers in all_numbers]
         layers: list[tuple[list[Tensor], list[int]]] = []
-        depths: Counter[tuple[bool, int]] = Counter()
+        depths: Counter[tuple[int, int]] = Counter()
         for i, numbers in enumerate(all_numbers):
-            for line in _LINES[numbers.role]:
-                depth = depths[numbers.is_row, line]
-                depths[numbers.is_row, line] += 1
+            for kind in _MULTIPLIED[numbers.role]:
+                depth = depths[numbers.side, kind]
+                depths[numbers.side, kind] += 1
                 if depth == len(layers):
                     layers.append(([], []))
-                layers[depth][0].append(parts[i][line])
+                layers[depth][0].append(views[i][kind])
                 layers[depth][1].append(i)
-        return cls(factors, parts, layers)
+        return cls(factors, views, layers)
 
 
 class _Place(NamedTuple):
@@ -151,9 +151,9 @@ class PackedScales:
         self.gradient = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         for (entry, name), part in zip(names, torch.split(self.gradient, sizes), strict=True):
             entry.grads[name] = _viewed(entry, name, part)
-        groups = self._lay_out(places, sizes)
+        alike = self._lay_out(places, sizes)
         if tuple(moments) == ADAMW:
-            self._plans = [(tensor, kernels.closed(None, self._tensors(flat))) for tensor, flat in groups]
+            self._plans = [(tensor, kernels.closed(None, self._tensors(flat))) for tensor, flat in alike]
 
     def _tensors(self, flat: slice) -> Tensors:
         exp_avgs, exp_avg_sqs = ([moment[flat]] for moment in self.moments)
@@ -164,10 +164,10 @@ class PackedScales:
 
         Return one of the scales that have equal rates, and their numbers.
         """
-        lengths = [[_length(entry, is_row) for entry in self.entries] for is_row in (True, False)]
+        lengths = [[_length(entry, side) for entry in self.entries] for side in (_ROWS, _COLUMNS)]
         starts = [list(itertools.accumulate(of, initial=0)) for of in lengths]
         self._starts = starts
-        self.counts = starts[0][-1], starts[1][-1]
+        self.counts = starts[_ROWS][-1], starts[_COLUMNS][-1]
         index = {id(entry): i for i, entry in enumerate(self.entries)}
         self._numbers: list[_Numbers] = []
         ends: dict[str, tuple[ScaleTensor, int, int]] = {}  # by role
@@ -178,10 +178,9 @@ class PackedScales:
             ends[key[0]] = of[0].tensor, ends.get(key[0], (None, flat.start))[1], flat.stop
             if key[0] == "delta":
                 continue
-            is_row, owners = key[1] != "column", [index[id(place.entry)] for place in of]
-            side = starts[not is_row]
-            whole = slice(side[owners[0]], side[owners[-1] + 1])
-            numbers = _Numbers(key[0], is_row, whole, self.values[flat], self.gradient[flat])
+            side, which = _COLUMNS if key[1] == "column" else _ROWS, [index[id(place.entry)] for place in of]
+            whole = slice(starts[side][which[0]], starts[side][which[-1] + 1])
+            numbers = _Numbers(key[0], side, whole, self.values[flat], self.gradient[flat])
             self._numbers.append(_shared(numbers, of) if key[1] == "global" else numbers)
         device = self.values.device
         ones = torch.ones(3, self.counts[1], dtype=torch.float32, device=device)
@@ -192,13 +191,13 @@ class PackedScales:
         )
         return [(tensor, slice(start, stop)) for tensor, start, stop in ends.values()]
 
-    def starts(self, is_row: bool, chosen: set[int]) -> Iterator[int]:
-        """Yield the first row or column, among those of all, of every matrix of chosen parameters (their ids)."""
-        for entry, start in zip(self.entries, self._starts[not is_row], strict=False):
+    def starts(self, side: int, chosen: set[int]) -> Iterator[int]:
+        """Yield the first row (0) or column (1) among those of all of every matrix of chosen parameters (their ids)."""
+        for entry, start in zip(self.entries, self._starts[side], strict=False):
             if id(entry) not in chosen:
                 continue
             count = stack_size(entry.axes, entry.value.shape)
-            size = _length(entry, is_row) // max(1, count)
+            size = _length(entry, side) // max(1, count)
             yield from (start + k * size for k in range(count))
 
     def factors(self, *, new: bool = False) -> Factors:
@@ -210,8 +209,8 @@ class PackedScales:
         rows, columns = table.factors
         torch._foreach_copy_([rows, columns], list(self._fixed.factors))
         self._learned = [numbers.spread(self._multiplier(numbers)) for numbers in self._numbers]
-        for lines, places in table.layers:
-            torch._foreach_mul_(lines, [self._learned[i] for i in places])
+        for views, places in table.layers:
+            torch._foreach_mul_(views, [self._learned[i] for i in places])
         if divides(self.spec):
             rows[1:].div_(rows[0])
             columns[1:].div_(columns[0])
@@ -223,10 +222,10 @@ class PackedScales:
             return torch.exp(-numbers.values)
         return torch.exp(numbers.values) if self.spec.is_log(numbers.role) else numbers.values
 
-    def pull(self, sums: Factors, resting: Tensor | None) -> Tensor:
+    def pull(self, sums: Factors, inactive: Tensor | None) -> Tensor:
         """Write the gradients of the scales, given a kernel's sums over rows and columns under :meth:`factors`.
 
-        Return their norm without `resting` numbers (a mask).
+        Return their norm without `inactive` numbers (a mask).
 
         The sums are those of :meth:`symexplin.kernels.interface.ProductPlan.norm`. Where kappa normalizes, the second
         is the derivative by ln kappa with c kappa constant, since that with c constant would cancel.
@@ -234,55 +233,55 @@ class PackedScales:
         by = [side.to(torch.float32) for side in sums]
         is_divided = divides(self.spec)
         for i, numbers in enumerate(self._numbers):
-            role, factors, part = numbers.role, self._old.parts[i], by[not numbers.is_row][:, numbers.at]
+            role, factors, part = numbers.role, self._old.views[i], by[numbers.side][:, numbers.at]
             if role == "m" and is_divided:
                 numbers.write(torch.sub, part[_BY_KAPPA] * factors[_C], part[_BY_LAMBDA] * factors[_LAMBDA])
                 if not self.spec.is_log("m"):
                     numbers.gradient.div_(numbers.values)
             elif role == "m":  # kappa/m is what m multiplies
-                multiplied = (factors if self.spec.is_log("m") else self._fixed.parts[i])[_KAPPA]
+                multiplied = (factors if self.spec.is_log("m") else self._fixed.views[i])[_KAPPA]
                 numbers.write(torch.mul, part[_BY_KAPPA] * factors[_C], multiplied)
             elif role == "n":
                 numbers.write(torch.mul, part[_BY_C], factors[_C])
                 numbers.gradient.neg_()
             else:
                 pairs = []
-                for line in _LINES[role]:
-                    of = part[_BY_C if line == _C else _BY_LAMBDA]
-                    pairs.append((of / factors[_KAPPA] if is_divided else of, self._others(i, line)))
+                for kind in _MULTIPLIED[role]:
+                    of = part[_BY_C if kind == _C else _BY_LAMBDA]
+                    pairs.append((of / factors[_KAPPA] if is_divided else of, self._others(i, kind)))
                 if len(pairs) == 1:
                     numbers.write(torch.mul, *pairs[0])
                 else:
                     numbers.write(torch.add, *(of * others for of, others in pairs))
-        active = self.gradient if resting is None else self.gradient.masked_fill(resting, 0.0)
+        active = self.gradient if inactive is None else self.gradient.masked_fill(inactive, 0.0)
         norm: Tensor = torch.linalg.vector_norm(active)
         return norm
 
-    def _others(self, i: int, line: int) -> Tensor:
-        """Return what numbers multiply in a line of their rows or columns."""
+    def _others(self, i: int, kind: int) -> Tensor:
+        """Return what numbers multiply in a kind of factors of their rows or columns."""
         numbers = self._numbers[i]
         others = [
             (n.at, learned)
             for n, learned in zip(self._numbers, self._learned, strict=True)
-            if n.is_row == numbers.is_row and line in _LINES[n.role] and n.role != numbers.role
+            if n.side == numbers.side and kind in _MULTIPLIED[n.role] and n.role != numbers.role
         ]
         if not others:
-            return self._fixed.parts[i][line]
-        product = self._fixed.factors[not numbers.is_row][line].clone()
+            return self._fixed.views[i][kind]
+        product = self._fixed.factors[numbers.side][kind].clone()
         for at, learned in others:
             product[at].mul_(learned)
         return product[numbers.at]
 
-    def update(self, rates: Rates, clip: Tensor | None, resting: Tensor | None) -> None:
-        """Apply AdamW to all numbers but the `resting` ones (a mask)."""
+    def update(self, rates: Rates, clip: Tensor | None, inactive: Tensor | None) -> None:
+        """Apply AdamW to all numbers but the `inactive` ones (a mask)."""
         tensors = (self.values, *self.moments)
-        before = [tensor.clone() for tensor in tensors] if resting is not None else []
+        before = [tensor.clone() for tensor in tensors] if inactive is not None else []
         for tensor, plan in self._plans:
-            rate = rates.lr * tensor.lr_scale * multiplier(f"k_{tensor.role}", self.entries[0].group)
+            rate = self.entries[0].rate_of(tensor)
             plan.update(rates._replace(lr=rate, decay=rates.decay if tensor.decays else 0.0), clip)
-        if resting is not None:
+        if inactive is not None:
             for packed, old in zip(tensors, before, strict=True):
-                torch.where(resting, old, packed, out=packed)
+                torch.where(inactive, old, packed, out=packed)
 
     def mask_of(self, entries: Sequence[Entry]) -> Tensor:
         """Return which numbers do not belong to these parameters."""
@@ -312,14 +311,14 @@ def _places(entries: Sequence[Entry]) -> Iterator[_Place]:
 
 def _order(key: tuple[str, str]) -> tuple[int, int]:
     """Return where the numbers of a role and a side lie among all."""
-    return (*_LINES, "delta").index(key[0]), ("global", "row", "column", "delta_A", "delta_B").index(key[1])
+    return (*_MULTIPLIED, "delta").index(key[0]), ("global", "row", "column", "delta_A", "delta_B").index(key[1])
 
 
-def _length(entry: Entry, is_row: bool) -> int:
+def _length(entry: Entry, side: int) -> int:
     """Return the number of rows or of columns of all matrices of a parameter; a bias is one row."""
     outputs, inputs = sides(entry.axes, entry.value.shape)
     rows, columns = (outputs, inputs) if outputs_first(entry.axes) else (inputs, outputs)
-    return stack_size(entry.axes, entry.value.shape) * (rows if is_row else columns)
+    return stack_size(entry.axes, entry.value.shape) * (columns if side == _COLUMNS else rows)
 
 
 def _pack(names: Sequence[tuple[Entry, str]], sizes: Sequence[int], device: torch.device) -> Tensor:
@@ -343,11 +342,11 @@ def _viewed(entry: Entry, name: str, part: Tensor) -> Tensor:
 
 def _shared(numbers: _Numbers, places: Sequence[_Place]) -> _Numbers:
     """Return the numbers of whole matrices with the rows that share each."""
-    counts = []
+    each = []
     for place in places:
         stack = stack_size(place.entry.axes, place.entry.value.shape)
-        counts += [_length(place.entry, True) // max(1, stack)] * stack
+        each += [_length(place.entry, _ROWS) // max(1, stack)] * stack
     device = numbers.values.device
-    lengths = torch.tensor(counts, dtype=torch.int64, device="cpu")
-    owners = torch.arange(len(counts), dtype=torch.int32, device="cpu").repeat_interleave(lengths)
-    return numbers._replace(owners=owners.to(device), counts=lengths.to(device))
+    heights = torch.tensor(each, dtype=torch.int64, device="cpu")
+    matrices = torch.arange(len(each), dtype=torch.int32, device="cpu").repeat_interleave(heights)
+    return numbers._replace(matrices=matrices.to(device), heights=heights.to(device))

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    *("WHOLE", "Groups", "Shard", "address", "any_process", "global_norm", "is_dtensor", "local", "shard_of"),
+    *("WHOLE", "ProcessGroups", "Shard", "address", "any_process", "global_norm", "is_dtensor", "local", "shard_of"),
     *("sum_over", "whole"),
 ]
 
-Groups = tuple[Any, ...]  # the process groups over which a tensor is split
+ProcessGroups = tuple[Any, ...]  # the process groups over which a tensor is split
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -60,7 +60,7 @@ class Shard:
     splits: tuple[tuple[int, int], ...] = ()
 
     @functools.cached_property
-    def groups(self) -> Groups:
+    def process_groups(self) -> ProcessGroups:
         """The process groups over which the tensor is split; empty if it is whole here."""
         return tuple(self.mesh.get_group(mesh_dim) for _, mesh_dim in self.splits)
 
@@ -181,8 +181,8 @@ def sum_over(group: Any, tensors: Sequence[Tensor], device: str) -> None:
 
 
 def global_norm(
-    norms: Mapping[Groups, Sequence[Tensor]],
-    shared: Sequence[tuple[Groups, Groups, Tensor]],
+    norms: Mapping[ProcessGroups, Sequence[Tensor]],
+    shared: Sequence[tuple[ProcessGroups, ProcessGroups, Tensor]],
     devices: Mapping[Any, str],
 ) -> Tensor:
     """Sum shared gradients over processes in place, and return the norm of all gradients.
@@ -212,7 +212,7 @@ def global_norm(
     return torch.stack([*squares.values(), *summed.values()]).sum().sqrt()
 
 
-def _of(split: Groups, grads: Iterable[tuple[Groups, Tensor]]) -> list[Tensor]:
+def _of(split: ProcessGroups, grads: Iterable[tuple[ProcessGroups, Tensor]]) -> list[Tensor]:
     """Return the gradients that are split over these groups."""
     return [grad for own, grad in grads if own == split]
 

@@ -39,7 +39,7 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> d
     check_model(model)
     tallies: dict[Any, _Tally] = {}
     for curved, size, shard in _tensors(model, optimizer):
-        tallies.setdefault(shard.groups, _Tally(shard)).add(curved, size)
+        tallies.setdefault(shard.process_groups, _Tally(shard)).add(curved, size)
     total = _Tally(WHOLE)
     for tally in tallies.values():
         total.merge(tally)
@@ -80,7 +80,7 @@ class _Tally:
     def merge(self, other: "_Tally") -> None:
         """Add the sums of another tally over all its processes."""
         sums, largest = list(other.sums.values()), other.largest
-        for group in other.shard.groups:
+        for group in other.shard.process_groups:
             device = other.shard.device_type
             added, most = (torch.tensor(v, dtype=torch.float64, device=device) for v in (sums, largest))
             torch.distributed.all_reduce(added, group=group)
