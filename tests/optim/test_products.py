@@ -66,7 +66,7 @@ def test_factors_and_their_gradients_are_those_of_the_map(name, model):
     rows, columns = scales.factors()
     sums = torch.zeros(rows.shape, dtype=torch.float64), torch.zeros(columns.shape, dtype=torch.float64)
     chosen = set(map(id, entries))
-    starts = iter(zip(scales.starts(True, chosen), scales.starts(False, chosen), strict=True))
+    starts = iter(zip(scales.starts(0, chosen), scales.starts(1, chosen), strict=True))
     exact = []
     for entry in entries:
         curved = entry.raw_weight()

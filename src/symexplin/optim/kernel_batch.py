@@ -169,16 +169,16 @@ class _ProductBatch(_KernelBatch):
         self._plan_of = functools.cache(lambda start, stop: pack.plan(self.entries[start:stop]))
         self._plan = self._plan_of(0, len(self.entries))
         self._is_split = bool(self.entries[0].shard.process_groups)
-        self._inactive = None if len(places) == len(pack.entries) else self._scales.mask_of(self.entries)
+        self._active = None if len(places) == len(pack.entries) else self._scales.mask_of(self.entries)
 
     def norm(self) -> Tensor:
         """See :meth:`Batch.norm`."""
         self._grads = self.gradients()
         self._plan.take(_matrices(self.entries, self._grads))
         self._factors = self._scales.factors()
-        self._scales.gradient.zero_()
+        self._scales.clear(self._active)
         norm, sums = self._plan.norm(self._factors)
-        of_scales = self._scales.pull(sums, self._inactive)
+        of_scales = self._scales.pull(sums, self._active)
         if self._is_split:  # these are partial sums
             return norm
         total: Tensor = torch.linalg.vector_norm(torch.stack([norm, of_scales.to(norm)]))
@@ -187,7 +187,7 @@ class _ProductBatch(_KernelBatch):
     def update(self, clip: Tensor | None) -> None:
         """See :meth:`Batch.update`."""
         rates = self.rates()
-        self._scales.update(rates, clip, self._inactive)
+        self._scales.update(rates, clip, self._active)
         self._plan.update(rates, clip, self._factors, self._scales.factors(new=True))
 
     def pull(self, part: slice, clip: Tensor | None) -> list[Leaf]:

@@ -222,14 +222,22 @@ class PackedScales:
             return torch.exp(-numbers.values)
         return torch.exp(numbers.values) if self.spec.is_log(numbers.role) else numbers.values
 
-    def pull(self, sums: Factors, inactive: Tensor | None) -> Tensor:
-        """Write the gradients of the scales, given a kernel's sums over rows and columns under :meth:`factors`.
+    def clear(self, active: Tensor | None) -> None:
+        """Set the gradients of `active` numbers to zero: those of :meth:`mask_of`, or all."""
+        if active is None:
+            self.gradient.zero_()
+        else:
+            self.gradient.masked_fill_(active, 0.0)
 
-        Return their norm without `inactive` numbers (a mask).
+    def pull(self, sums: Factors, active: Tensor | None) -> Tensor:
+        """Write the gradients of `active` numbers, given a kernel's sums over rows and columns under :meth:`factors`.
+
+        Return their norm. The others may have gradients of this step, of another batch.
 
         The sums are those of :meth:`symexplin.kernels.interface.ProductPlan.norm`. Where kappa normalizes, the second
         is the derivative by ln kappa with c kappa constant, since that with c constant would cancel.
         """
+        before = None if active is None else self.gradient.clone()
         by = [side.to(torch.float32) for side in sums]
         is_divided = divides(self.spec)
         for i, numbers in enumerate(self._numbers):
@@ -253,8 +261,11 @@ class PackedScales:
                     numbers.write(torch.mul, *pairs[0])
                 else:
                     numbers.write(torch.add, *(of * others for of, others in pairs))
-        active = self.gradient if inactive is None else self.gradient.masked_fill(inactive, 0.0)
-        norm: Tensor = torch.linalg.vector_norm(active)
+        own = self.gradient
+        if active is not None and before is not None:
+            own = torch.where(active, self.gradient, 0.0)
+            torch.where(active, self.gradient, before, out=self.gradient)
+        norm: Tensor = torch.linalg.vector_norm(own)
         return norm
 
     def _others(self, i: int, kind: int) -> Tensor:
@@ -272,24 +283,24 @@ class PackedScales:
             product[at].mul_(learned)
         return product[numbers.at]
 
-    def update(self, rates: Rates, clip: Tensor | None, inactive: Tensor | None) -> None:
-        """Apply AdamW to all numbers but the `inactive` ones (a mask)."""
+    def update(self, rates: Rates, clip: Tensor | None, active: Tensor | None) -> None:
+        """Apply AdamW to the `active` numbers."""
         tensors = (self.values, *self.moments)
-        before = [tensor.clone() for tensor in tensors] if inactive is not None else []
+        before = [tensor.clone() for tensor in tensors] if active is not None else []
         for tensor, plan in self._plans:
             rate = self.entries[0].rate_of(tensor)
             plan.update(rates._replace(lr=rate, decay=rates.decay if tensor.decays else 0.0), clip)
-        if inactive is not None:
+        if active is not None:
             for packed, old in zip(tensors, before, strict=True):
-                torch.where(inactive, old, packed, out=packed)
+                torch.where(active, packed, old, out=packed)
 
     def mask_of(self, entries: Sequence[Entry]) -> Tensor:
-        """Return which numbers do not belong to these parameters."""
-        mask = torch.ones(self.values.shape, dtype=torch.bool, device="cpu")
+        """Return which numbers belong to these parameters, as a mask."""
+        mask = torch.zeros(self.values.shape, dtype=torch.bool, device="cpu")
         for entry in entries:
             for name in entry.scales:
                 first = int(entry.grads[name].storage_offset())
-                mask[first : first + entry.grads[name].numel()] = False
+                mask[first : first + entry.grads[name].numel()] = True
         return mask.to(self.values.device)
 
 
