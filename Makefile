@@ -28,7 +28,7 @@ docs: $(STAMP)
 
 # The C kernels under gcc's sanitizers (Linux): an access outside of an array and undefined behavior end the process. The
 # flags come last, so -O1 replaces -O3, which takes twice as long to compile here. Python must load libasan first.
-SANITIZED ?= tests/kernels/test_kernels.py tests/optim/test_batches.py
+SANITIZED ?= tests/kernels/test_kernels.py tests/optim/test_packs.py
 SANITIZER := build/sanitize
 sanitize: $(STAMP)
 	rm -rf $(SANITIZER)

@@ -21,7 +21,7 @@ collect_ignore = ["accelerate_cpu.py", "lightning_sharded.py", "preloaded.py"]
 _IN_STATES = (
     *("test_closed", "test_spec", "test_functional", "test_init", "test_inverse", "test_modules"),
     *("test_products", "test_routing", "test_transform", "test_adamw", "test_annealing", "test_checks", "test_entry"),
-    *("test_batches", "test_groups", "test_optimizer", "test_own_rule", "test_state"),
+    *("test_packs", "test_groups", "test_optimizer", "test_own_rule", "test_state"),
     *("test_stats", "test_writes"),
 )
 

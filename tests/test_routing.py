@@ -256,6 +256,7 @@ def test_frozen_matrices_count_for_the_width():
     model = nn.Sequential(base, adapters)
     assert sel.routing(model).width == 512
     assert set(reasons(base).values()) == {(False, "frozen")}
+    assert sel.routing(model, sel.SELConfig(exclude=("0.*",))).width == 8
     group = sel.param_groups(model, lr=1e-3)[0]
     assert (group["width"], len(group["params"])) == (512, 8)
     adapters.requires_grad_(False)

@@ -10,7 +10,7 @@ from pairwise import every_pair
 from states import STATES
 from symexplin import transform
 from symexplin.config import MODES, PATTERNS
-from symexplin.spec import RawWeight, Spec
+from symexplin.spec import CurvedWeight, Spec
 
 # By axes: the shape of a tensor.
 SHAPES = {"o": (3,), "oi": (3, 2), "io": (2, 3), "eo": (5, 3), "eoi": (5, 3, 2), "eio": (5, 2, 3)}
@@ -36,7 +36,7 @@ def curved_of(axes, config):
         name: value + 0.05 * torch.rand(value.shape, generator=generator, dtype=value.dtype)
         for name, value in start(spec).items()
     }
-    return RawWeight(spec, 0.3 * torch.randn(spec.shape, generator=generator, dtype=torch.float64), tensors)
+    return CurvedWeight(spec, 0.3 * torch.randn(spec.shape, generator=generator, dtype=torch.float64), tensors)
 
 
 # ---- the reference: scales of every element, and the map of single elements, which test_transform has ----
@@ -105,7 +105,7 @@ def test_values_gradients_and_inverse_are_those_of_single_elements(
     for name, grad in by_tensor.items():
         torch.testing.assert_close(grad, tensors[name].grad, rtol=1e-11, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
 
-    fixed = RawWeight(
+    fixed = CurvedWeight(
         Spec(raw.shape, axes, config_of(mode, "fixed", curvature, normalize)), curved.raw, start(curved.spec)
     )
     at_start = curved._replace(tensors=start(curved.spec)).effective()
@@ -122,7 +122,7 @@ def test_a_product_of_low_rank_factors_is_exact_for_every_matmul_precision_and_u
     """ "medium" multiplies matrices of this size in bfloat16 on CPUs that can."""
     spec = Spec((64, 64), "oi", sel.SELConfig(7.5, delta=sel.Scale("lora", rank=64)))
     a, b, g = torch.randn(3, 64, 64, generator=torch.Generator().manual_seed(0)).unbind()
-    curved = RawWeight(spec, torch.zeros(64, 64), {"delta_A": a, "delta_B": b})
+    curved = CurvedWeight(spec, torch.zeros(64, 64), {"delta_A": a, "delta_B": b})
     with STATES["medium"](), torch.autocast("cpu", torch.bfloat16):
         products = [curved.effective(), *curved.pullback(g)[1].values()]
     expected = (a.double() @ b.double(), g.double() @ b.double().T, a.double().T @ g.double())

@@ -80,9 +80,9 @@ def effective(
         delta: additive residual.
 
     Returns:
-        A tensor of the broadcast shape, in float64 if any input is, else in float32. It is differentiable by every
-        tensor; at w = 0 the derivative by w is the mean of the one-sided slopes. The rounding error is at most
-        (8 + 4 kappa |w|) units of rounding of |s| times the sum of the absolute terms, plus |delta|.
+        A tensor of the broadcast shape, in float64 if any input is, else in float32. It is differentiable with respect
+        to every tensor; at w = 0 the derivative with respect to w is the mean of the one-sided slopes. The rounding
+        error is at most (8 + 4 kappa |w|) units of rounding of |s| times the sum of the absolute terms, plus |delta|.
 
     Raises:
         ValueError: w is not a tensor of real numbers, beta is not a positive number, normalize is not True or False, an

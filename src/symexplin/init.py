@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from symexplin.checks import check_flag, naming
 from symexplin.config import SELConfig
 from symexplin.routes import check_values, matching, routing
-from symexplin.spec import RawWeight, Spec
+from symexplin.spec import CurvedWeight, Spec
 from symexplin.transform import compute_dtype
 
 __all__ = ["init_"]
@@ -86,5 +86,5 @@ def _mismatched(target: Tensor, spec: Spec) -> Tensor:
     target = target.detach().to(compute_dtype(target))
     tensors = spec.first_values(target.dtype, target.device, position=0)
     congruent = Spec.of(spec.shape, spec.axes, dataclasses.replace(spec.config, mode="congruent"))
-    raw = RawWeight(congruent, target, tensors).inverse(target)
-    return RawWeight(spec, raw, tensors).effective()
+    raw = CurvedWeight(congruent, target, tensors).inverse(target)
+    return CurvedWeight(spec, raw, tensors).effective()

@@ -92,7 +92,7 @@ def exp(x: Value) -> Value:
 
 
 class _DampedValue(torch.autograd.Function):
-    """The value of mode "damped". Autograd's derivative by n would be a difference of terms that are equal at w = 0."""
+    """The value of mode "damped". Autograd's derivative with respect to n would cancel at w = 0."""
 
     generate_vmap_rule = True
 

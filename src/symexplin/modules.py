@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from symexplin.checks import check_flag, naming
 from symexplin.config import SELConfig, check_config
 from symexplin.routes import check_model, is_convertible, routing
-from symexplin.spec import CurvedBase, RawWeight, ScaleTensor, Spec, sides
+from symexplin.spec import CurvedBase, CurvedWeight, ScaleTensor, Spec, sides
 from symexplin.transform import compute_dtype
 
 __all__ = ["SELLinear", "convert", "fold"]
@@ -23,8 +23,8 @@ Start = tuple[Spec, dict[str, nn.Parameter]]
 class SELLinear(CurvedBase):
     """A linear layer in curved weight space: ``y = x w_eff(raw_weight)^T + b_eff(raw_bias)`` (paper, Eq. 7).
 
-    It is no `nn.Linear`. Libraries that look for an `nn.Linear` to overwrite or wrap pass it over: PEFT's "all-linear",
-    torchao's `quantize_`, transformers' `_init_weights`. Call :func:`symexplin.fold` before you use them.
+    It is not an `nn.Linear`. Libraries that look for an `nn.Linear` to overwrite or wrap pass it over: PEFT's
+    "all-linear", torchao's `quantize_`, transformers' `_init_weights`. Call :func:`symexplin.fold` before you use them.
 
     Its parameters are `raw_weight`, `raw_bias` and the learned scales (`e_row`, `m_column`, ..., `bias_e_row`).
     `weight` and `bias` are the effective values: computed on access and differentiable. A write into one is lost, as
@@ -109,7 +109,7 @@ class SELLinear(CurvedBase):
         inputs = _cast(input), None if bias is None else _cast(bias), *self._parts("weight")
         return cast(Tensor, _Linear.apply(spec, *inputs))  # type: ignore[no-untyped-call]
 
-    def curved(self, name: str = "weight") -> RawWeight:
+    def curved(self, name: str = "weight") -> CurvedWeight:
         """Return the map of a curved parameter at the present raw weight and scales."""
         return _curved(self.specs[name], self._parts(name))
 
@@ -162,15 +162,15 @@ def _cast(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(kind)) if casts else tensor
 
 
-def _curved(spec: Spec, parts: Sequence[Tensor]) -> RawWeight:
+def _curved(spec: Spec, parts: Sequence[Tensor]) -> CurvedWeight:
     """Return the map at `parts`, a raw weight and the tensors of its scales, in the compute dtype."""
     dtype = compute_dtype(*parts)
     raw, *tensors = (part.to(dtype) for part in parts)
-    return RawWeight(spec, raw, dict(zip((tensor.name for tensor in spec.tensors), tensors, strict=True)))
+    return CurvedWeight(spec, raw, dict(zip((tensor.name for tensor in spec.tensors), tensors, strict=True)))
 
 
-def _pull(curved: RawWeight, g: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients by `parts` for a gradient `g` of the effective weight."""
+def _pull(curved: CurvedWeight, g: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of `parts` for a gradient `g` of the effective weight."""
     raw, tensors = curved.pullback(g)
     return [grad.to(part.dtype) for grad, part in zip((raw, *tensors.values()), parts, strict=True)]
 

@@ -51,7 +51,7 @@ class Route:
 
     @property
     def is_weight(self) -> bool:
-        """Whether a parameter with axes has rows and columns; biases have not."""
+        """Whether a parameter with axes has rows and columns; biases do not."""
         return is_weight(self.axes)
 
     def spec(self, config: SELConfig) -> Spec:
@@ -220,10 +220,10 @@ def _decide(aliases: list[str], parameter: Tensor, candidate: "_Candidate", conf
     included, excluded = (first_match(aliases, patterns) for patterns in (config.include, config.exclude))
     if not parameter.is_floating_point():
         return "not floating point", ""
-    if not parameter.requires_grad:
-        return "frozen", candidate.axes if candidate.curved else ""
     if excluded is not None:
         return f"excluded by {excluded!r}", ""
+    if not parameter.requires_grad:
+        return "frozen", candidate.axes if candidate.curved else ""
     if included is None and not candidate.curved:
         return candidate.reason, ""
     if len(candidate.axes) != max(parameter.dim(), 1):

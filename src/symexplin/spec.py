@@ -1,4 +1,4 @@
-"""The map of one curved tensor (:class:`Spec`), and a raw weight under it at given scales (:class:`RawWeight`).
+"""The map of one curved tensor (:class:`Spec`), and a raw weight under it at given scales (:class:`CurvedWeight`).
 
 A string has one letter for each dimension of the tensor: "o" counts outputs, "i" inputs, "e" a stack of matrices
 (experts).
@@ -24,7 +24,7 @@ from symexplin.modes import Scales, Value
 from symexplin.transform import compute_dtype, forward, invert, where_float64_is
 
 __all__ = [
-    *("CurvedBase", "RawWeight", "ScaleTensor", "Spec"),
+    *("CurvedBase", "CurvedWeight", "ScaleTensor", "Spec"),
     *("dims_of", "is_weight", "oriented", "outputs_first", "sides", "stack_size"),
 ]
 
@@ -205,11 +205,11 @@ def _spec_of(shape: Shape, axes: str, config: SELConfig) -> Spec:
     return Spec(shape, axes, config)
 
 
-class RawWeight(NamedTuple):
+class CurvedWeight(NamedTuple):
     """A raw weight under its map: the effective weight, its inverse and its gradients, in the dtype of the raw weight.
 
     >>> mismatch = Spec((3, 2), "oi", SELConfig(beta=7.5, mode="mismatch"))
-    >>> curved = RawWeight(mismatch, torch.zeros(3, 2, dtype=torch.float64), {})
+    >>> curved = CurvedWeight(mismatch, torch.zeros(3, 2, dtype=torch.float64), {})
     >>> w = torch.tensor([[0.1, -0.2], [0.0, 1e-9], [2.0, -3.0]], dtype=torch.float64)
     >>> torch.allclose(curved._replace(raw=curved.inverse(w)).effective(), w, rtol=1e-14, atol=0)
     True
@@ -260,11 +260,11 @@ class RawWeight(NamedTuple):
         return pullback(lambda raw: self._replace(raw=raw).effective(), torch.ones_like(self.raw), self.raw)[0]
 
     def pullback(self, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return gradients by the raw weight and by each scale's tensor for a gradient `g` of the effective weight."""
+        """Return the gradients of the raw weight and of each scale's tensor for `g`, that of the effective weight."""
         names = [tensor.name for tensor in self.spec.tensors]
 
         def effective(raw: Tensor, *tensors: Tensor) -> Tensor:
-            return RawWeight(self.spec, raw, dict(zip(names, tensors, strict=True))).effective()
+            return CurvedWeight(self.spec, raw, dict(zip(names, tensors, strict=True))).effective()
 
         parts = self.raw, *(self.tensors[name] for name in names)
         raw, *tensors = pullback(effective, g.to(self.raw.dtype), *parts)

@@ -33,18 +33,18 @@ def build(request):
 
 
 def norm(build, v, g, masters, closed):
-    plan = build.closed(closed, Tensors(v, masters=masters))
+    plan = build.elementwise(closed, Tensors(v, masters=masters))
     plan.take(g)
     return plan.norm()
 
 
 def update(build, v, g, m, s, masters, closed, rates, clip):
-    build.closed(closed, Tensors(v, m, s, masters, g)).update(rates, torch.tensor(clip))
+    build.elementwise(closed, Tensors(v, m, s, masters, g)).update(rates, torch.tensor(clip))
 
 
 def push(build, v, g, masters, closed, steps=None, clip=1.0):
     """Add steps (or minus the gradients) to raw weights; return the old and new ones and the gradients, joined."""
-    plan = build.closed(closed, Tensors(v, masters=masters))
+    plan = build.elementwise(closed, Tensors(v, masters=masters))
     plan.take(g)
     values, grads = plan.pull(torch.tensor(clip))
     new = values + (-grads if steps is None else steps)
@@ -237,7 +237,7 @@ class Products(NamedTuple):
     def plan(self, build, **kind):
         _, rows, columns = zip(*self.matrices, strict=True)
         counts = tuple(side.shape[1] for side in self.factors)
-        kind = {"half": self.weights[0].dtype == HALF, "mismatch": True, "device": self.raws[0].device, **kind}
+        kind = {"bfloat16": self.weights[0].dtype == BF16, "mismatch": True, "device": self.raws[0].device, **kind}
         kind |= {"deltas": self.deltas, "moments": self.moments}
         return build.products(Matrices(self.weights, self.raws, rows, columns, counts, **kind))
 
@@ -284,13 +284,13 @@ def products(shapes=SHAPES, dtype=torch.float32, rank=2, **means):
     return Products(raws, [torch.empty(s, dtype=dtype) for s in shapes], moments, deltas, tuple(factors), grads)
 
 
-FLOAT, HALF = torch.float32, torch.bfloat16
+FLOAT, BF16 = torch.float32, torch.bfloat16
 CASES = {  # dtype, whether the linear pathway multiplies |w|, the rank of the delta, and means of the factors
-    "mismatch, half": (HALF, True, 2, {}),
+    "mismatch, half": (BF16, True, 2, {}),
     "mismatch, steep linear": (FLOAT, True, 0, {"lam": (1e4, 1.0)}),
-    "congruent": (HALF, False, 0, {}),
+    "congruent": (BF16, False, 0, {}),
     "oppose": (FLOAT, False, 3, {"kappa": (4.0, 1.0), "lam": (-0.1, 2.0)}),
-    "exp_only": (HALF, True, 0, {"kappa": (2.0, 3.0), "lam": (0.0, 0.0)}),
+    "exp_only": (BF16, True, 0, {"kappa": (2.0, 3.0), "lam": (0.0, 0.0)}),
     "linear": (FLOAT, False, 1, {"kappa": (1e-20, 1e-20), "c": (0.0, 0.0), "lam": (2.0, 0.5)}),
 }
 
@@ -359,7 +359,7 @@ def test_products_follow_autograd(build, case):
         for i, (lines, raw, got) in enumerate(given.each(map(of_kernel, new_factors), values, weights)):
             curved, linear, x = pathways(raw, *lines, mismatch)
             a, b = (y.double() for y in given.deltas[i][:2]) if rank else (raw[:, :1] * 0, raw[:1] * 0)
-            unit = EPS * (8 + 4 * x) + (2.0**-8 if dtype == HALF else 0)
+            unit = EPS * (8 + 4 * x) + (2.0**-8 if dtype == BF16 else 0)
             terms = curved.abs() + linear.abs() + a.abs() @ b.abs()
             assert ((got - (curved + linear + a @ b)).abs() <= unit * terms).all()
 
@@ -387,7 +387,7 @@ def test_matrices_without_entries_and_a_rate_of_zero(build):
     assert same_bits(before, [*given.raws, *given.weights])
     assert not any(x.equal(y) for x, y in zip(moments[:-2], given.moments[0], strict=False))
     assert float(norm(build, [torch.empty(0)], [torch.empty(0)], None, CLOSED)) == 0
-    plan = build.products(Matrices([], [], [], [], (0, 0), half=False, mismatch=True))
+    plan = build.products(Matrices([], [], [], [], (0, 0), bfloat16=False, mismatch=True))
     plan.take([])
     assert float(plan.norm((torch.empty(3, 0), torch.empty(3, 0)))[0]) == 0
 
@@ -400,7 +400,7 @@ def everything(build, sizes=(100, 5), shapes=((9, 40), (3, 40)), planning=nullco
     given, clip = products(shapes), torch.tensor(0.3)
     new = tuple(1.1 * side for side in given.factors)
     with planning():
-        plans = build.closed(CLOSED, Tensors(lists[0], *lists[2:])), build.closed(CLOSED, Tensors(others))
+        plans = build.elementwise(CLOSED, Tensors(lists[0], *lists[2:])), build.elementwise(CLOSED, Tensors(others))
         plan = given.plan(build)
     with stepping():
         for each in plans:

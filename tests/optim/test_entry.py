@@ -1,4 +1,4 @@
-"""Parameters of any memory: strides, moved tensors, several dtypes, subclasses; test_batches has stacks of matrices."""
+"""Parameters of any memory: strides, moved tensors, several dtypes, subclasses; test_packs has stacks of matrices."""
 
 import copy
 
@@ -82,7 +82,7 @@ CHANGES = [move_weight, turn_weight, halve]
 @every_pair(change=CHANGES, dtype=[torch.float32, torch.bfloat16], config=[DEFAULT, PAPER])
 @pytest.mark.usefixtures("path")
 def test_what_moves_between_steps_is_found_again(change, dtype, config):
-    """Also a gradient of another dtype than its parameter's; test_batches changes the state."""
+    """Also a gradient of another dtype than its parameter's; test_packs changes the state."""
     ends = []
     for changes in (False, True):
         model = network(dtype)

@@ -69,7 +69,7 @@ def test_factors_and_their_gradients_are_those_of_the_map(name, model):
     starts = iter(zip(scales.starts(0, chosen), scales.starts(1, chosen), strict=True))
     exact = []
     for entry in entries:
-        curved = entry.raw_weight()
+        curved = entry.curved_weight()
         gradient = torch.randn(curved.raw.shape)
         exact.append(curved.pullback(gradient)[1])
         parts = (matrices(entry, x.double()) for x in (curved.effective(), curved.raw, gradient))

@@ -310,6 +310,7 @@ def test_packed_scales_go_with_their_optimizer(moved):
         ends.append((model, optimizer.state_dict()))
     assert_same_bits(ends[0][0], ends[1][0])
     assert same(ends[0][1], ends[1][1])
+    assert optimizer.state[torch.zeros(())] == {}  # as torch's, of a parameter without state
 
 
 def test_a_saved_state_has_each_number_once(tmp_path):

@@ -38,7 +38,7 @@ typedef struct {
 } Step;
 
 typedef struct {
-    int64_t kind, count, half; /* count: tasks; half: weights and gradients are bfloat16 */
+    int64_t kind, count, bf16; /* count: tasks; bf16: weights and gradients are bfloat16 */
     const Task *tasks;
     double *squares; /* of each task's raw gradients, for norms; zeros before */
     float *scratch, *values; /* raw gradients, or for norms sums by column; raw weights of the closed form */
@@ -57,7 +57,7 @@ typedef struct {
 } Call;
 
 enum { NORM, STEP, PULL, PUSH, PRODUCT }; /* kinds: those of products come after PRODUCT */
-enum { FLOAT, HALF }; /* weights and gradients */
+enum { FLOAT, BF16 }; /* weights and gradients */
 /* Arrays of a block of entries fit the first-level cache, as do those of a row's strips: the longer ones of sums, whose
    ends take time, and the shorter ones between which later entries are fetched into the second-level cache. AHEAD: how
    many entries later; for sums, two rows. PAD makes the addresses of sums differ modulo 4096. */
@@ -70,7 +70,7 @@ INLINE float from_bits(uint32_t bits) { return ((union { uint32_t bits; float x;
 INLINE float flipped(float x, float w) { return from_bits(bits_of(x) ^ (bits_of(w) & 0x80000000u)); }
 
 INLINE float number(int as, const void *p, int64_t at) {
-    return as == HALF ? from_bits((uint32_t)((const uint16_t *)p)[at] << 16) : ((const float *)p)[at];
+    return as == BF16 ? from_bits((uint32_t)((const uint16_t *)p)[at] << 16) : ((const float *)p)[at];
 }
 
 /* The nearest bfloat16, ties to even; NaN gets torch's bits. */
@@ -126,37 +126,37 @@ INLINE float direction(Step k, float g, float *m, float *s) {
     return *m / (k.sqrt_scale * sqrtf(*s) + k.eps);
 }
 
-/* ---- the closed form ---- */
+/* ---- element by element: the closed form, and plain tensors ---- */
 
-static void copy_in(int64_t half, const void *from, int64_t at, int64_t count, Out to) {
-    if (!half) memcpy(to, (const float *)from + at, (size_t)count * sizeof(float));
-    for (int64_t i = 0; half && i < count; i++) to[i] = number(HALF, from, at + i);
+static void copy_in(int64_t bf16, const void *from, int64_t at, int64_t count, Out to) {
+    if (!bf16) memcpy(to, (const float *)from + at, (size_t)count * sizeof(float));
+    for (int64_t i = 0; bf16 && i < count; i++) to[i] = number(BF16, from, at + i);
 }
 
 /* Weights, or their masters, except where a weight is not its rounded master: somebody wrote it. */
 static void copy_weights(const Call *x, int64_t item, int64_t at, int64_t count, Out to) {
-    if (!x->masters) copy_in(x->half, x->weights[item], at, count, to);
+    if (!x->masters) copy_in(x->bf16, x->weights[item], at, count, to);
     for (int64_t i = 0; x->masters && i < count; i++) {
-        float w = number(HALF, x->weights[item], at + i), master = x->masters[item][at + i];
+        float w = number(BF16, x->weights[item], at + i), master = x->masters[item][at + i];
         to[i] = (uint32_t)rounded(master) << 16 == bits_of(w) ? master : w;
     }
 }
 
 static void write_weights(const Call *x, int64_t item, int64_t at, int64_t count, In from) {
     uint16_t *restrict halves = (uint16_t *)x->weights[item] + at;
-    if (!x->half) memcpy((float *)x->weights[item] + at, from, (size_t)count * sizeof(float));
+    if (!x->bf16) memcpy((float *)x->weights[item] + at, from, (size_t)count * sizeof(float));
     if (x->masters) memcpy(x->masters[item] + at, from, (size_t)count * sizeof(float));
-    for (int64_t i = 0; x->half && i < count; i++) halves[i] = rounded(from[i]);
+    for (int64_t i = 0; x->bf16 && i < count; i++) halves[i] = rounded(from[i]);
 }
 
 /* The sum of the squares of raw gradients. */
 NOINLINE double norm_block(const Call *x, int64_t item, int64_t at, int64_t count) {
     ARRAY copied_v[BLOCK] = {0}, copied_g[BLOCK];
     float base = x->step.base, slope = x->step.slope, sum = 0;
-    const float *v = x->half || x->plain ? copied_v : (float *)x->weights[item] + at;
-    const float *g = x->half ? copied_g : (float *)x->grads[item] + at;
-    if (x->half) copy_in(1, x->grads[item], at, count, copied_g);
-    if (x->half && !x->plain) copy_weights(x, item, at, count, copied_v);
+    const float *v = x->bf16 || x->plain ? copied_v : (float *)x->weights[item] + at;
+    const float *g = x->bf16 ? copied_g : (float *)x->grads[item] + at;
+    if (x->bf16) copy_in(1, x->grads[item], at, count, copied_g);
+    if (x->bf16 && !x->plain) copy_weights(x, item, at, count, copied_v);
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < count; i++) {
         float raw = g[i] * (base + slope * fabsf(v[i]));
@@ -206,12 +206,12 @@ static void step_block(const Call *x, int64_t item, int64_t at, int64_t count) {
     const Step k = x->step;
     ARRAY copies[4][BLOCK], exponents[BLOCK];
     float *m = x->exp_avgs[item] + at, *s = x->exp_avg_sqs[item] + at;
-    int whole = count == BLOCK, direct = whole && !x->half;
+    int whole = count == BLOCK, direct = whole && !x->bf16;
     float *v = direct && x->moves ? (float *)x->weights[item] + at : copies[0];
     float *g = direct ? (float *)x->grads[item] + at : copies[1];
     if (!whole) memset(copies, 0, sizeof copies);
     if (v == copies[0]) copy_weights(x, item, at, count, v);
-    if (g == copies[1]) copy_in(x->half, x->grads[item], at, count, g);
+    if (g == copies[1]) copy_in(x->bf16, x->grads[item], at, count, g);
     if (!whole) copy_in(0, m, 0, count, copies[2]), copy_in(0, s, 0, count, copies[3]), m = copies[2], s = copies[3];
     if (x->plain) step_plain(k, v, g, m, s);
     else if (find_exponents(k, v, g, m, s, exponents)) move_far(k.c, v, exponents);
@@ -228,7 +228,7 @@ NOINLINE void find_raws(Step k, In v, Out w) {
 static void pull_block(const Call *x, int64_t item, int64_t at, int64_t count, Out value, Out out) {
     ARRAY v[BLOCK] = {0}, g[BLOCK], w[BLOCK];
     copy_weights(x, item, at, count, v);
-    copy_in(x->half, x->grads[item], at, count, g);
+    copy_in(x->bf16, x->grads[item], at, count, g);
     find_raws(x->step, v, w);
     for (int64_t i = 0; i < count; i++) value[i] = w[i], out[i] = g[i] * (x->step.base + x->step.slope * fabsf(v[i]));
 }
@@ -293,7 +293,7 @@ INLINE float linear_slope(uint32_t signs, float lambda, float w) {
 }
 
 /* Each of the following loops over a strip is short, since a processor looks ahead of one exponential, root or division
-   only so far: all of them in one loop take half as long again. Functions ending in _of are compiled for each constant.
+   only so far: all of them in one loop take 50% longer. Functions ending in _of are compiled for each constant.
    A Factors as an argument would wait for its copy on the stack. */
 
 /* F, E and with D also D, as `grow` has them. */
@@ -400,7 +400,7 @@ NOINLINE Sums sums_strip(const Call *x, int64_t count, const Factors *f, In w, I
 
 /* A strip's sums by column stay in the first-level cache for all rows. */
 static void norm_rows(const Call *call, const Matrix *x, Task task, int64_t index) {
-    const int64_t wide = x->cols + PAD, size = call->half ? 2 : 4;
+    const int64_t wide = x->cols + PAD, size = call->bf16 ? 2 : 4;
     ARRAY F[SUM_STRIP], E[SUM_STRIP], D[SUM_STRIP], copied[SUM_STRIP];
     for (int64_t from = 0; from < x->cols; from += SUM_STRIP) {
         const int64_t count = from + SUM_STRIP < x->cols ? SUM_STRIP : x->cols - from;
@@ -410,8 +410,8 @@ static void norm_rows(const Call *call, const Matrix *x, Task task, int64_t inde
             const int64_t at = i * x->cols + from;
             const Factors f = factors_of(call, x, call->of_rows, call->of_columns, i, from);
             const char *grad = (const char *)call->grads[task.item] + at * size;
-            const float *w = x->raw + at, *g = call->half ? copied : (const float *)grad;
-            if (call->half) copy_in(1, grad, 0, count, copied);
+            const float *w = x->raw + at, *g = call->bf16 ? copied : (const float *)grad;
+            if (call->bf16) copy_in(1, grad, 0, count, copied);
             for (int64_t j = 0; j < count; j += STRIP) {
                 const int64_t part = j + STRIP < count ? STRIP : count - j;
                 const Factors of_part = factors_of(call, x, call->of_rows, call->of_columns, i, from + j);
@@ -430,14 +430,14 @@ static void norm_rows(const Call *call, const Matrix *x, Task task, int64_t inde
 static void write_strip(const Call *call, const Matrix *x, const Factors *f, int64_t i, int64_t from, int64_t n, In w) {
     const int64_t at = i * x->cols + from;
     ARRAY copied[STRIP];
-    float *v = call->half ? copied : (float *)x->weight + at;
+    float *v = call->bf16 ? copied : (float *)x->weight + at;
     push_strip(call, n, f, w, v);
     if (x->rank) add_delta(n, x, i, from, v);
-    for (int64_t j = 0; call->half && j < n; j++) ((uint16_t *)x->weight)[at + j] = rounded(v[j]);
+    for (int64_t j = 0; call->bf16 && j < n; j++) ((uint16_t *)x->weight)[at + j] = rounded(v[j]);
 }
 
 static void update_row(const Call *call, const Matrix *x, Task task, int64_t i) {
-    const int64_t size = call->half ? 2 : 4;
+    const int64_t size = call->bf16 ? 2 : 4;
     ARRAY raw[STRIP], copied[STRIP], unused[STRIP];
     for (int64_t from = 0; from < x->cols; from += STRIP) {
         const Factors f = factors_of(call, x, call->of_rows, call->of_columns, i, from);
@@ -445,8 +445,8 @@ static void update_row(const Call *call, const Matrix *x, Task task, int64_t i) 
         const int64_t count = from + STRIP < x->cols ? STRIP : x->cols - from, at = i * x->cols + from;
         const char *grad = (const char *)call->grads[task.item] + at * size;
         float *w = x->raw + at, *m = x->exp_avg + at, *s = x->exp_avg_sq + at;
-        const float *g = call->half ? copied : (const float *)grad;
-        if (call->half) copy_in(1, grad, 0, count, copied);
+        const float *g = call->bf16 ? copied : (const float *)grad;
+        if (call->bf16) copy_in(1, grad, 0, count, copied);
         prefetch(w, AHEAD, count, 4);
         prefetch(grad, AHEAD, count, size);
         pull_strip(call, count, &f, w, g, raw);
@@ -464,7 +464,7 @@ static void pull_row(const Call *call, const Matrix *x, Task task, int64_t i) {
     for (int64_t from = 0; from < x->cols; from += STRIP) {
         const Factors f = factors_of(call, x, call->of_rows, call->of_columns, i, from);
         const int64_t count = from + STRIP < x->cols ? STRIP : x->cols - from, at = i * x->cols + from;
-        copy_in(call->half, call->grads[task.item], at, count, g);
+        copy_in(call->bf16, call->grads[task.item], at, count, g);
         pull_strip(call, count, &f, x->raw + at, g, out + from);
     }
 }
@@ -505,8 +505,8 @@ static void delta_rows(const Call *call, const Matrix *x, Task task) {
             if (rows < BAND) memset(copied, 0, sizeof copied);
             for (int64_t k = 0; k < BAND; k++) {
                 const int64_t at = (i + k) * cols + from;
-                g[k] = call->half || k >= rows ? copied[k] : (const float *)call->grads[task.item] + at;
-                if (call->half && k < rows) copy_in(1, call->grads[task.item], at, count, copied[k]);
+                g[k] = call->bf16 || k >= rows ? copied[k] : (const float *)call->grads[task.item] + at;
+                if (call->bf16 && k < rows) copy_in(1, call->grads[task.item], at, count, copied[k]);
             }
             for (int64_t r = 0; r < rank; r++) {
                 float a[BAND] = {0};

@@ -10,7 +10,6 @@ import ctypes
 import functools
 import hashlib
 import platform
-import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,10 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from symexplin.checks import warn
 from symexplin.closed import Closed
 from symexplin.kernels.interface import (
-    ClosedPlan,
     Delta,
+    ElementwisePlan,
     Factors,
     Kernels,
     Matrices,
@@ -62,7 +62,7 @@ class _Step(ctypes.Structure):
 
 class _Call(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("kind", "count", "half")),
+        *((name, ctypes.c_int64) for name in ("kind", "count", "bf16")),
         *((name, ctypes.c_void_p) for name in ("tasks", "squares", "scratch", "values")),
         ("step", _Step),
         ("grads", ctypes.c_void_p),
@@ -120,7 +120,7 @@ def _cut(heights: Sequence[int], widths: Sequence[int], size: int) -> _Part:
     return _Part(tasks, at)
 
 
-class _CpuClosedPlan(ClosedPlan):
+class _CpuElementwisePlan(ElementwisePlan):
     def __init__(self, library: _Library, closed: Closed | None, tensors: Tensors) -> None:
         self._library = library
         super().__init__(closed, tensors)
@@ -129,7 +129,7 @@ class _CpuClosedPlan(ClosedPlan):
         sizes = [weight.numel() for weight in self.tensors.weights]
         self._tasks = _cut(sizes, [1] * len(sizes), _TILE)
         self._tables = [None if each is None else _numbers(map(Tensor.data_ptr, each)) for each in self.tensors[:4]]
-        self._call = call = _Call(plain=self.closed is None, half=self.tensors.are_half)
+        self._call = call = _Call(plain=self.closed is None, bf16=self.tensors.are_bfloat16)
         call.weights, call.exp_avgs, call.exp_avg_sqs, call.masters = map(_address, self._tables)
 
     def norm(self) -> Tensor:
@@ -175,7 +175,7 @@ class _CpuProductPlan(ProductPlan):
                 *(map(Tensor.data_ptr, delta) if delta else (0,) * 4),
             )
         )
-        self._call = call = _Call(half=matrices.half, exponential=matrices.exponential, mismatch=matrices.mismatch)
+        self._call = call = _Call(bf16=matrices.bfloat16, exponential=matrices.exponential, mismatch=matrices.mismatch)
         call.normalized, call.matrices = matrices.normalized, _address(self._table)
         call.all_rows, call.all_columns = matrices.counts
         self._tasks = _cut(heights, widths, _TILE)
@@ -254,7 +254,9 @@ def _set_rates(call: _Call, rates: Rates, kappa: float) -> None:
 def kernels_of(library: ctypes.CDLL, name: str) -> Kernels:
     """Return the kernels of a compiled `cpu.c`, for tensors on a CPU, with torch's number of threads."""
     functions = _Library(library)
-    return Kernels(name, functools.partial(_CpuClosedPlan, functions), functools.partial(_CpuProductPlan, functions))
+    return Kernels(
+        name, functools.partial(_CpuElementwisePlan, functions), functools.partial(_CpuProductPlan, functions)
+    )
 
 
 def path_of(capability: str) -> Path:
@@ -276,11 +278,11 @@ def load() -> Kernels | None:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         reason = str(error) if path.exists() else f"the package was built without {path.name}"
-        warnings.warn(_NO_KERNELS.format(reason=reason, remedy=_REBUILD), stacklevel=2)
+        warn(_NO_KERNELS.format(reason=reason, remedy=_REBUILD))
         return None
     if _digest_of(library) != hashlib.sha256(_SOURCE.read_bytes()).hexdigest():
         reason = f"{_SOURCE.name} has changed since the package was built"
-        warnings.warn(_NO_KERNELS.format(reason=reason, remedy=_REBUILD_HERE), stacklevel=2)
+        warn(_NO_KERNELS.format(reason=reason, remedy=_REBUILD_HERE))
         return None
     return kernels_of(library, f"compiled C, {path.stem.removeprefix('cpu-')}")
 

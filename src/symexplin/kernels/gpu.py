@@ -7,7 +7,6 @@ launches for any number of parameters, and does not wait for the device.
 import contextlib
 import functools
 import importlib.util
-import warnings
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -15,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from symexplin.checks import warn
 from symexplin.closed import Closed
-from symexplin.kernels.check import is_right
 from symexplin.kernels.interface import (
-    ClosedPlan,
     Delta,
+    ElementwisePlan,
     Factors,
     Kernels,
     Matrices,
@@ -27,6 +26,7 @@ from symexplin.kernels.interface import (
     Rates,
     Tensors,
 )
+from symexplin.kernels.selftest import is_right
 
 __all__ = ["load", "triton_kernels"]
 
@@ -94,7 +94,7 @@ class _Grads:
         return launch.is_aligned and self._odd.isdisjoint(launch.items)
 
 
-class _GpuClosedPlan(ClosedPlan):
+class _GpuElementwisePlan(ElementwisePlan):
     def __init__(self, kernels: ModuleType, closed: Closed | None, tensors: Tensors) -> None:
         self._kernels = kernels
         super().__init__(closed, tensors)
@@ -103,7 +103,7 @@ class _GpuClosedPlan(ClosedPlan):
         tensors, closed = self.tensors, self.closed
         self._device = tensors.weights[0].device
         self._numbers = (1.0, 1.0) if closed is None else (closed.kappa, closed.c)
-        self._kind = {"HALF": tensors.are_half, "MASTERS": tensors.masters is not None, "TILE": _TILE}
+        self._kind = {"BF16": tensors.are_bfloat16, "MASTERS": tensors.masters is not None, "TILE": _TILE}
         self._addresses = _addresses(tensors[:4])
         records, tiles, sizes, at = [], [], [], 0
         for item, weight in enumerate(tensors.weights):
@@ -159,7 +159,7 @@ class _GpuProductPlan(ProductPlan):
         matrices = self.matrices
         self._device = matrices.device
         self._tile, self._delta = {"TALL": _TALL, "COLS": _COLS}, {"DELTA": matrices.deltas is not None}
-        self._kind = {"MISMATCH": matrices.mismatch, "HALF": matrices.half, "ROWS": _ROWS, **self._tile}
+        self._kind = {"MISMATCH": matrices.mismatch, "BF16": matrices.bfloat16, "ROWS": _ROWS, **self._tile}
         self._addresses = _addresses([matrices.weights, *(matrices.moments or (None, None)), matrices.raws])
         shapes = matrices.shapes
         deltas: Sequence[Delta | None] = matrices.deltas or [None] * len(shapes)
@@ -261,7 +261,7 @@ def triton_kernels() -> Kernels:
 
     name = f"Triton {triton.__version__}"
     return Kernels(
-        name, functools.partial(_GpuClosedPlan, gpu_kernels), functools.partial(_GpuProductPlan, gpu_kernels)
+        name, functools.partial(_GpuElementwisePlan, gpu_kernels), functools.partial(_GpuProductPlan, gpu_kernels)
     )
 
 
@@ -277,6 +277,6 @@ def load(device: torch.device) -> Kernels | None:
     except Exception as error:  # of Triton's compiler
         reason = str(error) if type(error) is RuntimeError else f"{type(error).__name__}: {error}"
         reason = " ".join(reason.split()).removesuffix(":")[:600]
-        warnings.warn(_NO_TRITON.format(device=device, reason=reason), stacklevel=2)
+        warn(_NO_TRITON.format(device=device, reason=reason))
         return None
     return kernels

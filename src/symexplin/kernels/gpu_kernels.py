@@ -125,9 +125,9 @@ def _pointer(place, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _read(place, at, inside, HALF: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return float32 numbers of the tensor whose address is in the table, from bfloat16 with HALF."""
-    if HALF:
+def _read(place, at, inside, BF16: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return float32 numbers of the tensor whose address is in the table, from bfloat16 with BF16."""
+    if BF16:
         bits = tl.load(_pointer(place, tl.int16, ALIGNED) + at, mask=inside, other=0)
         return _float(bits.to(tl.int32) << 16)
     else:
@@ -135,9 +135,9 @@ def _read(place, at, inside, HALF: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _write(place, at, inside, x, HALF: tl.constexpr, ALIGNED: tl.constexpr):
-    """Write float32 numbers to the tensor whose address is in the table, rounded to bfloat16 with HALF."""
-    if HALF:
+def _write(place, at, inside, x, BF16: tl.constexpr, ALIGNED: tl.constexpr):
+    """Write float32 numbers to the tensor whose address is in the table, rounded to bfloat16 with BF16."""
+    if BF16:
         tl.store(_pointer(place, tl.int16, ALIGNED) + at, _rounded(x), mask=inside)
     else:
         tl.store(_pointer(place, tl.float32, ALIGNED) + at, x, mask=inside)
@@ -158,9 +158,9 @@ def _tile(table, tiles, TILE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _value(record, at, inside, HALF: tl.constexpr, MASTERS: tl.constexpr, ALIGNED: tl.constexpr):
+def _value(record, at, inside, BF16: tl.constexpr, MASTERS: tl.constexpr, ALIGNED: tl.constexpr):
     """Return weights, or their masters, except where a weight is not its rounded master: somebody wrote it."""
-    v = _read(record + _WEIGHT, at, inside, HALF, ALIGNED)
+    v = _read(record + _WEIGHT, at, inside, BF16, ALIGNED)
     if MASTERS:
         master = _read(record + _MASTER, at, inside, False, ALIGNED)
         v = tl.where(_rounded(master).to(tl.int32) << 16 == _bits(v), master, v)
@@ -170,13 +170,13 @@ def _value(record, at, inside, HALF: tl.constexpr, MASTERS: tl.constexpr, ALIGNE
 @triton.jit
 def norm(
     table, tiles, grads, squares, base, slope,
-    PLAIN: tl.constexpr, HALF: tl.constexpr, MASTERS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    PLAIN: tl.constexpr, BF16: tl.constexpr, MASTERS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the sum of the squares of each tile's raw gradients g (base + slope |v|)."""
     record, item, at, _scratch, inside = _tile(table, tiles, TILE, ALIGNED)
-    raw = _read(grads + item, at, inside, HALF, ALIGNED)
+    raw = _read(grads + item, at, inside, BF16, ALIGNED)
     if not PLAIN:
-        raw *= base + slope * tl.abs(_value(record, at, inside, HALF, MASTERS, ALIGNED))
+        raw *= base + slope * tl.abs(_value(record, at, inside, BF16, MASTERS, ALIGNED))
     tl.store(squares + tl.program_id(0), tl.sum(raw * raw))
 
 
@@ -197,12 +197,12 @@ def _moved(size, x, c):
 
 @triton.jit
 def _write_weights(
-    record, at, inside, v, HALF: tl.constexpr, MASTERS: tl.constexpr, ALIGNED: tl.constexpr
+    record, at, inside, v, BF16: tl.constexpr, MASTERS: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
     """Write weights and their masters."""
     if MASTERS:
         _write(record + _MASTER, at, inside, v, False, ALIGNED)
-    _write(record + _WEIGHT, at, inside, v, HALF, ALIGNED)
+    _write(record + _WEIGHT, at, inside, v, BF16, ALIGNED)
 
 
 @triton.jit
@@ -210,12 +210,12 @@ def step(
     table, tiles, grads, clip, lerp_weight, beta2, one_minus_beta2, sqrt_scale, eps, one_minus_decay, decay,
     kappa, c,
     FROM_GRAD: tl.constexpr, CLIPS: tl.constexpr, DECAYS: tl.constexpr, MOVES: tl.constexpr, PLAIN: tl.constexpr,
-    HALF: tl.constexpr, MASTERS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    BF16: tl.constexpr, MASTERS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Apply AdamW to weights in place."""
     record, item, at, _scratch, inside = _tile(table, tiles, TILE, ALIGNED)
-    v = _value(record, at, inside, HALF, MASTERS, ALIGNED)
-    g = _read(grads + item, at, inside, HALF, ALIGNED)
+    v = _value(record, at, inside, BF16, MASTERS, ALIGNED)
+    g = _read(grads + item, at, inside, BF16, ALIGNED)
     m = _read(record + _EXP_AVG, at, inside, False, ALIGNED)
     s = _read(record + _EXP_AVG_SQ, at, inside, False, ALIGNED)
     if CLIPS:
@@ -234,7 +234,7 @@ def step(
             if DECAYS:
                 x -= decay * _log1p(size / c)
             v = _flipped(_moved(size, x, c), v)
-        _write_weights(record, at, inside, v, HALF, MASTERS, ALIGNED)
+        _write_weights(record, at, inside, v, BF16, MASTERS, ALIGNED)
 
 
 @triton.jit
@@ -245,12 +245,12 @@ def _raw_of(v, kappa, c):
 @triton.jit
 def pull(
     table, tiles, grads, values, raw_grads, clip, kappa, c,
-    CLIPS: tl.constexpr, HALF: tl.constexpr, MASTERS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    CLIPS: tl.constexpr, BF16: tl.constexpr, MASTERS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write raw weights, and their gradients times `clip`, to scratch memory."""
     record, item, at, scratch, inside = _tile(table, tiles, TILE, ALIGNED)
-    v = _value(record, at, inside, HALF, MASTERS, ALIGNED)
-    g = _read(grads + item, at, inside, HALF, ALIGNED)
+    v = _value(record, at, inside, BF16, MASTERS, ALIGNED)
+    g = _read(grads + item, at, inside, BF16, ALIGNED)
     if CLIPS:
         g *= tl.load(clip)
     tl.store(values + scratch, _raw_of(v, kappa, c), mask=inside)
@@ -260,14 +260,14 @@ def pull(
 @triton.jit
 def push(
     table, tiles, values, kappa, c,
-    HALF: tl.constexpr, MASTERS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    BF16: tl.constexpr, MASTERS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the weights of new raw weights, by their differences from those of `pull`."""
     record, _item, at, scratch, inside = _tile(table, tiles, TILE, ALIGNED)
-    v = _value(record, at, inside, HALF, MASTERS, ALIGNED)
+    v = _value(record, at, inside, BF16, MASTERS, ALIGNED)
     after = tl.load(values + scratch, mask=inside, other=0.0)
     v = _flipped(_moved(tl.abs(v), kappa * _flipped(after - _raw_of(v, kappa, c), v), c), v)
-    _write_weights(record, at, inside, v, HALF, MASTERS, ALIGNED)
+    _write_weights(record, at, inside, v, BF16, MASTERS, ALIGNED)
 
 
 # ---- maps of row and column factors: see cpu.c for the formulas ----
@@ -304,10 +304,10 @@ def _outer(rows, columns):
 @triton.jit
 def _raw_grads(
     record, grad, kappa0, c0, lam0, kappa1, c1, lam1, at, inside,
-    MISMATCH: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr,
+    MISMATCH: tl.constexpr, BF16: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Return raw gradients, gradients, raw weights, and the halves of :func:`_grow` at kappa |w|."""
-    g = _read(grad, at, inside, HALF, ALIGNED)
+    g = _read(grad, at, inside, BF16, ALIGNED)
     w = _read(record + _RAW, at, inside, False, ALIGNED)
     kappa, lam = _outer(kappa0, kappa1), _outer(lam0, lam1)
     x = kappa * tl.abs(w)
@@ -343,7 +343,7 @@ def _effective(
 @triton.jit
 def product_norm(
     table, tiles, grads, squares, partial, of_rows, of_columns, all_rows, all_columns, kinds,
-    MISMATCH: tl.constexpr, NORMALIZED: tl.constexpr, DELTA: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr,
+    MISMATCH: tl.constexpr, NORMALIZED: tl.constexpr, DELTA: tl.constexpr, BF16: tl.constexpr, ALIGNED: tl.constexpr,
     TALL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Write the sum of the squares of each tile's raw gradients, and `kinds` of sums by row, then by column.
@@ -365,7 +365,7 @@ def product_norm(
         kappa0, c0, lam0 = _factors(of_rows, all_rows, record + _ROW, i, inside0)
         at, inside = i[:, None] * cols + j[None, :], inside0[:, None] & inside1[None, :]
         raw, g, w, F, E, D = _raw_grads(
-            record, grad, kappa0, c0, lam0, kappa1, c1, lam1, at, inside, MISMATCH, HALF, ALIGNED,
+            record, grad, kappa0, c0, lam0, kappa1, c1, lam1, at, inside, MISMATCH, BF16, ALIGNED,
         )  # fmt: skip
         total += raw * raw
         by_c, by_kappa = g * _flipped(F, w), g * (_flipped(D, w) if NORMALIZED else w * E)
@@ -389,7 +389,7 @@ def product_norm(
                 i = first + r + tl.arange(0, ROWS)
                 inside0 = i < stop
                 at, inside = i[:, None] * cols + j[None, :], inside0[:, None] & inside1[None, :]
-                g = _read(grad, at, inside, HALF, ALIGNED)
+                g = _read(grad, at, inside, BF16, ALIGNED)
                 by_b += g * tl.load(a + i * rank + k, mask=inside0, other=0.0)[:, None]
                 tl.store(right + (_SUMS + k) * TALL + r, tl.sum(g * of_b[None, :], 1))
             tl.store(down + (_SUMS + k) * COLS, tl.sum(by_b, 0))
@@ -438,7 +438,7 @@ def product_sums(
 @triton.jit
 def product_pull(
     table, tiles, grads, raw_grads, clip, of_rows, of_columns, all_rows, all_columns,
-    CLIPS: tl.constexpr, MISMATCH: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr, TALL: tl.constexpr,
+    CLIPS: tl.constexpr, MISMATCH: tl.constexpr, BF16: tl.constexpr, ALIGNED: tl.constexpr, TALL: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Write raw gradients times `clip` to scratch memory."""
@@ -454,7 +454,7 @@ def product_pull(
         kappa0, c0, lam0 = _factors(of_rows, all_rows, record + _ROW, i, inside0)
         at, inside = i[:, None] * cols + j[None, :], inside0[:, None] & inside1[None, :]
         raw, _g, _w, _F, _E, _D = _raw_grads(
-            record, grad, kappa0, c0, lam0, kappa1, c1, lam1, at, inside, MISMATCH, HALF, ALIGNED,
+            record, grad, kappa0, c0, lam0, kappa1, c1, lam1, at, inside, MISMATCH, BF16, ALIGNED,
         )  # fmt: skip
         tl.store(raw_grads + scratch + at, clip_coef * raw, mask=inside)
 
@@ -462,7 +462,7 @@ def product_pull(
 @triton.jit
 def product_push(
     table, tiles, of_rows, of_columns, all_rows, all_columns,
-    MISMATCH: tl.constexpr, DELTA: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr, TALL: tl.constexpr,
+    MISMATCH: tl.constexpr, DELTA: tl.constexpr, BF16: tl.constexpr, ALIGNED: tl.constexpr, TALL: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Write the weights of raw ones."""
@@ -476,7 +476,7 @@ def product_push(
         v = _effective(
             record, of_rows, all_rows, kappa1, c1, lam1, w, cols, i, j, inside0, inside1, MISMATCH, DELTA,
         )  # fmt: skip
-        _write(record + _WEIGHT, at, inside, v, HALF, ALIGNED)
+        _write(record + _WEIGHT, at, inside, v, BF16, ALIGNED)
 
 
 @triton.jit
@@ -484,7 +484,7 @@ def product_step(
     table, tiles, grads, clip, old_rows, old_columns, new_rows, new_columns, all_rows, all_columns,
     lerp_weight, beta2, one_minus_beta2, sqrt_scale, eps, one_minus_decay,
     FROM_GRAD: tl.constexpr, CLIPS: tl.constexpr, MOVES: tl.constexpr, MISMATCH: tl.constexpr, DELTA: tl.constexpr,
-    HALF: tl.constexpr, ALIGNED: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    BF16: tl.constexpr, ALIGNED: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Apply AdamW to raw weights and write the weights under new factors."""
     record, cols, first, stop, j, inside1 = _matrix_tile(table, tiles, ALIGNED, TALL, COLS)
@@ -498,7 +498,7 @@ def product_step(
         kappa0, c0, lam0 = _factors(old_rows, all_rows, record + _ROW, i, inside0)
         at, inside = i[:, None] * cols + j[None, :], inside0[:, None] & inside1[None, :]
         raw, _g, w, _F, _E, _D = _raw_grads(
-            record, grad, kappa0, c0, lam0, kappa1, c1, lam1, at, inside, MISMATCH, HALF, ALIGNED,
+            record, grad, kappa0, c0, lam0, kappa1, c1, lam1, at, inside, MISMATCH, BF16, ALIGNED,
         )  # fmt: skip
         m = _read(record + _EXP_AVG, at, inside, False, ALIGNED)
         s = _read(record + _EXP_AVG_SQ, at, inside, False, ALIGNED)
@@ -511,4 +511,4 @@ def product_step(
             v = _effective(
                 record, new_rows, all_rows, kappa2, c2, lam2, w, cols, i, j, inside0, inside1, MISMATCH, DELTA,
             )  # fmt: skip
-            _write(record + _WEIGHT, at, inside, v, HALF, ALIGNED)
+            _write(record + _WEIGHT, at, inside, v, BF16, ALIGNED)

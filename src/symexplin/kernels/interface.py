@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from symexplin.closed import Closed
 
 __all__ = [
-    "ClosedPlan",
+    "ElementwisePlan",
     "Delta",
     "Factors",
     "Kernels",
@@ -78,7 +78,7 @@ class Tensors(NamedTuple):
     grads: Sequence[Tensor] | None = None  # like the weights, for every update, where they stay in place
 
     @property
-    def are_half(self) -> bool:
+    def are_bfloat16(self) -> bool:
         """Whether the weights are in bfloat16."""
         return len(self.weights) > 0 and self.weights[0].dtype == torch.bfloat16
 
@@ -144,7 +144,7 @@ class Matrices(NamedTuple):
     rows: Sequence[int]
     columns: Sequence[int]
     counts: tuple[int, int]  # of all rows and all columns, of which these may be some
-    half: bool  # whether weights are in bfloat16
+    bfloat16: bool  # whether weights are in bfloat16
     mismatch: bool
     normalized: bool = False  # what the sums for kappa are of, see :meth:`ProductPlan.norm`
     exponential: bool = True  # whether there is an exponential pathway
@@ -170,7 +170,7 @@ class _Plan:
         self.grads = list(map(Tensor.data_ptr, grads))
 
 
-class ClosedPlan(_Plan, ABC):
+class ElementwisePlan(_Plan, ABC):
     """Steps of weights under a map in closed form (:mod:`symexplin.closed`), of plain ones without pull and push."""
 
     def __init__(self, closed: Closed | None, tensors: Tensors) -> None:
@@ -238,5 +238,5 @@ class Kernels:
     """Kernels for one type of device."""
 
     name: str
-    closed: Callable[[Closed | None, Tensors], ClosedPlan]
+    elementwise: Callable[[Closed | None, Tensors], ElementwisePlan]
     products: Callable[[Matrices], ProductPlan]

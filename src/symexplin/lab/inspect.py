@@ -25,7 +25,7 @@ from symexplin.lab.files import format_columns
 from symexplin.lab.weights import is_raw, iter_tensors, read_map
 from symexplin.modes import Scales
 from symexplin.routes import Routing, routing
-from symexplin.spec import RawWeight, Spec
+from symexplin.spec import CurvedWeight, Spec
 from symexplin.transform import compute_dtype, forward, tolerance
 
 __all__ = ["Inspection", "Row", "curved_in", "curved_matrices", "format_inspection", "inspect_file", "xavier_bound"]
@@ -198,7 +198,7 @@ def _row(name: str, shape: tuple[int, ...], parts: Sequence[_Part]) -> Row:
 def _inversion_error(w: Tensor, config: SELConfig) -> float:
     """Invert the map in the dtype of a layer, and return the largest error."""
     dtype, spec = compute_dtype(w), Spec.of(w.shape, "oi", config)
-    here = RawWeight(spec, w.to(dtype), spec.first_values(dtype, w.device, position=0))
+    here = CurvedWeight(spec, w.to(dtype), spec.first_values(dtype, w.device, position=0))
     raw, scales = here.inverse(here.raw), here.scales()
     exact = Scales(*(v.double() if isinstance(v, Tensor) else v for v in scales))  # type: ignore[arg-type]
     gap = (forward(config.mode, raw.double(), exact) - w.double()).abs()

@@ -118,7 +118,7 @@ def _adamw_(leaves: Sequence[Leaf], group: Group) -> None:
         values, grads = [leaf.value for leaf in chosen], [leaf.grad for leaf in chosen]
         exp_avgs, exp_avg_sqs = ([leaf.moments[name] for leaf in chosen] for name in ADAMW)
         rates = {"lr": lr, "weight_decay": decay, "beta1": beta1, "beta2": beta2, "eps": eps, "maximize": False}
-        if fused:  # torch's functional AdamW takes as long again to group many small tensors
+        if fused:  # torch's functional AdamW takes twice as long, to group many small tensors
             steps = [torch.full((), step, dtype=torch.float32, device=values[0].device)] * len(values)
             torch._fused_adamw_(values, grads, exp_avgs, exp_avg_sqs, [], steps, **rates, amsgrad=False)
         else:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from symexplin.optim.entry import Entry, Leaf, Moments, clipped
 from symexplin.routes import rate_of
-from symexplin.spec import RawWeight
+from symexplin.spec import CurvedWeight
 
 __all__ = ["ADAMW", "Batch", "FormulaBatch", "Pack", "Rule"]
 
@@ -26,7 +26,7 @@ class Rule(NamedTuple):
 
 
 class Pack:
-    """Parameters of one group that are alike, with their numbers of steps in one tensor, of which states have views."""
+    """Parameters of one group that are alike. Their step counts are one tensor; each state's "step" is a view of it."""
 
     def __init__(self, entries: Sequence[Entry], rule: Rule) -> None:
         self.entries, self.rule = list(entries), rule
@@ -57,7 +57,7 @@ class Pack:
         return self._steps[places[0]]
 
     def of(self, active: set[int] | None) -> Iterator["Batch"]:
-        """Yield batches of the active parameters (their ids; None: all) that have taken as many steps."""
+        """Yield batches of the active parameters (their ids; None: all), one for each step count."""
         steps, places = self.steps(), range(len(self.entries))
         alike: dict[float, list[int]] = {}
         for i in places if active is None else [i for i in places if id(self.entries[i]) in active]:
@@ -88,15 +88,15 @@ class Batch:
         self.pack, self.places, self.rule = pack, places, pack.rule
         self.entries = [pack.entries[place] for place in places]
         self.group = self.entries[0].group
-        self.count = 0.0  # of steps, with this one
+        self.step = 0.0  # the number of this step
 
     def norm(self) -> Tensor:
-        """Return the norm of the raw gradients, and of the scales' gradients unless these are partial sums."""
+        """Find the raw gradients and those of the scales; return their norm, without scales that are partial sums."""
         raise NotImplementedError
 
     def advance(self) -> None:
         """Count the step."""
-        self.count = self.pack.advance(self.places)
+        self.step = self.pack.advance(self.places)
 
     def update(self, clip: Tensor | None) -> None:
         """Apply the rule to learned scales and weights."""
@@ -134,7 +134,7 @@ class Batch:
 
     def scale_leaves(self, clip: Tensor | None) -> list[Leaf]:
         """Return the leaves of the learned scales of all parameters."""
-        return [leaf for entry in self.entries for leaf in entry.scale_leaves(self.rule.moments, clip, self.count)]
+        return [leaf for entry in self.entries for leaf in entry.scale_leaves(self.rule.moments, clip, self.step)]
 
 
 class FormulaBatch(Batch):
@@ -142,12 +142,12 @@ class FormulaBatch(Batch):
 
     def norm(self) -> Tensor:
         """See :meth:`Batch.norm`."""
-        self._old: list[RawWeight | None] = []  # the maps with their old scales
+        self._old: list[CurvedWeight | None] = []  # the maps with their old scales
         grads: list[Tensor] = []
         for entry in self.entries:
             gradient, curved = entry.gradient().to(entry.dtype), None
             if entry.is_stored:
-                curved = entry.raw_weight()
+                curved = entry.curved_weight()
                 gradient, entry.grads = curved.pullback(gradient)
                 curved = curved._replace(tensors={name: scale.clone() for name, scale in curved.tensors.items()})
                 grads += [] if entry.shard.process_groups else entry.grads.values()
@@ -164,7 +164,7 @@ class FormulaBatch(Batch):
         self._leaves = [self._leaf(*pair, clip) for pair in zip(self.entries[part], self._old[part], strict=True)]
         return self._leaves
 
-    def _leaf(self, entry: Entry, old: RawWeight | None, clip: Tensor | None) -> Leaf:
+    def _leaf(self, entry: Entry, old: CurvedWeight | None, clip: Tensor | None) -> Leaf:
         grad = entry.gradient().to(entry.dtype)
         if old is not None:
             grad, value = grad * old.slope(), entry.local_state("raw")
@@ -173,7 +173,7 @@ class FormulaBatch(Batch):
             if entry.closed is not None:
                 grad, value = grad * entry.closed.slope(value), entry.closed.raw(value)
         value = value.clone() if self.lr == 0.0 else value  # a rate of 0 changes moments alone
-        return entry.weight_leaf(self.rule.moments, value, clipped(grad, clip), self.count)
+        return entry.weight_leaf(self.rule.moments, value, clipped(grad, clip), self.step)
 
     def push(self, part: slice) -> None:
         """See :meth:`Batch.push`."""
@@ -192,7 +192,7 @@ class FormulaBatch(Batch):
 def _write(entry: Entry, value: Tensor) -> None:
     """Write the weight of a new raw value, or of a new plain one, into the model."""
     if entry.is_stored:
-        entry.value.copy_(entry.raw_weight().effective(entry.value.dtype))
+        entry.value.copy_(entry.curved_weight().effective(entry.value.dtype))
         return
     if entry.closed is not None:
         weight = entry.weight()

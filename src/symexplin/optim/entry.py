@@ -21,7 +21,7 @@ from symexplin.optim.annealing import multiplier
 from symexplin.optim.groups import Group, config_of, is_curved, name_of, spec_of
 from symexplin.optim.shard import WHOLE, Shard, address, is_dtensor, local, shard_of
 from symexplin.routes import rate_of
-from symexplin.spec import RawWeight, ScaleTensor, Spec
+from symexplin.spec import CurvedWeight, ScaleTensor, Spec
 from symexplin.transform import compute_dtype
 
 __all__ = ["Entry", "Leaf", "Moments", "clipped", "moment_key", "shapes_of"]
@@ -136,11 +136,11 @@ class Entry:
         master = self.local_state("master")
         return torch.where(master.to(self.value.dtype) == self.value, master, self.value.to(self.dtype))
 
-    def raw_weight(self) -> RawWeight:
+    def curved_weight(self) -> CurvedWeight:
         """Return the map at the present raw weight and scales."""
         if self.closed is not None:
-            return RawWeight(self.spec, self.closed.raw(self.weight()), {})
-        return RawWeight(self.spec, self.local_state("raw"), {name: self.local_state(name) for name in self.scales})
+            return CurvedWeight(self.spec, self.closed.raw(self.weight()), {})
+        return CurvedWeight(self.spec, self.local_state("raw"), {name: self.local_state(name) for name in self.scales})
 
     # ---- a step ----
 
@@ -171,7 +171,7 @@ class Entry:
             shard=self.shard,
         )
 
-    def rate_of(self, tensor: ScaleTensor) -> float:
+    def scale_rate(self, tensor: ScaleTensor) -> float:
         """Return the present learning rate of a scale (paper, section 4.5)."""
         return rate_of(self.group) * tensor.lr_scale * multiplier(f"k_{tensor.role}", self.group)
 
@@ -183,7 +183,7 @@ class Entry:
         decay = float(self.group["weight_decay"])
         leaves = []
         for name, (tensor, shard) in self.scales.items():
-            value, rate = self.local_state(name), self.rate_of(tensor)
+            value, rate = self.local_state(name), self.scale_rate(tensor)
             leaf = Leaf(
                 kind="scale",
                 name=f"{self.name} {name}",
@@ -223,7 +223,9 @@ class Entry:
     def _inverse(self) -> Tensor:
         scales = {name: self.local_state(name) for name in self.scales}
         with naming(self.name):
-            return in_format_of(self.value, RawWeight(self.spec, self.value.to(self.dtype), scales).inverse(self.value))
+            return in_format_of(
+                self.value, CurvedWeight(self.spec, self.value.to(self.dtype), scales).inverse(self.value)
+            )
 
     def _create_moments(self, leaf: str, like: Tensor, names: Iterable[str]) -> None:
         shard, shape = self._placement(leaf)

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from symexplin.checks import check_flag
 from symexplin.config import SELConfig
 from symexplin.routes import Rate, Route, Routing, check_model, routing
 from symexplin.spec import CurvedBase, Spec
@@ -24,7 +23,6 @@ def param_groups(
     config: SELConfig | None = None,
     no_decay: Sequence[str] | str = (),
     whole: nn.Module | None = None,
-    curved: bool = True,
 ) -> list[Group]:
     """Return the named parameter groups of `model` for an optimizer.
 
@@ -45,11 +43,10 @@ def param_groups(
         no_decay: name patterns of parameters without weight decay; "vectors" for biases and norms, as in nanoGPT; or
             "usual" for embeddings, too. Their scales do not decay either.
         whole: the model that contains `model`. It determines names and routing. A part may have nothing to curve.
-        curved: False: groups of a plain model for torch.optim.AdamW, with the same rates by name and without a map.
 
     Raises:
-        ValueError: nothing to curve, `config` given for a converted model or without a map, a
-            pattern that matches nothing, or the errors of :func:`symexplin.routing`.
+        ValueError: nothing to curve, `config` given for a converted model, a pattern that matches nothing, or the
+            errors of :func:`symexplin.routing`.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     >>> [(group["role"], len(group["params"])) for group in param_groups(model, lr=1e-3)]
@@ -64,24 +61,19 @@ def param_groups(
     converted = any(isinstance(module, CurvedBase) for module in whole.modules())
     if converted and config is not None:
         raise ValueError("config must be None for a converted model: its layers contain it")
-    if not check_flag("curved", curved) and (converted or config is not None):
-        raise ValueError("curved must be True for a converted model and with a config, got False")
     table = routing(model, config, lr=lr, weight_decay=weight_decay, no_decay=no_decay, whole=whole)
-    if not converted and curved and whole is model and not table.curved:
+    if not converted and whole is model and not table.curved:
         raise ValueError(f"model has nothing to curve; see print(symexplin.routing(model)):\n{table}")
     roles = _module_roles(model) if converted else {}
     groups: dict[tuple[_Role, Any, Any], Group] = {}
     for route in table:
         if route.parameter.requires_grad:
-            role = roles.get(id(route.parameter), _Role("curved" if route.curved and curved else "plain"))
+            role = roles.get(id(route.parameter), _Role("curved" if route.curved else "plain"))
             group = groups.setdefault((role, route.lr, route.weight_decay), {"role": role.name, "params": []})
             _add(group, route)
     finished = [_finish(group, role, rate, decay, table, converted) for (role, rate, decay), group in groups.items()]
     if isinstance(lr, Mapping) and not converted:
         _factor(finished, lr)
-    if not curved:
-        keys = ("params", "lr", "weight_decay")
-        return [{key: group[key] for key in keys if key in group} for group in finished]
     if converted:
         return finished
     # A trainer that logs one rate logs the first group's, which has the most numbers.

@@ -12,22 +12,21 @@ import torch
 from torch import Tensor
 
 from symexplin.kernels.interface import (
-    ClosedPlan,
     Delta,
+    ElementwisePlan,
     Kernels,
     Matrices,
     ProductPlan,
     Rates,
     Tensors,
-    is_base_tensor,
     is_memory,
 )
 from symexplin.optim.batch import ADAMW, Batch, Pack, Rule
 from symexplin.optim.entry import Entry, Leaf
-from symexplin.optim.products import PackedScales, divides
+from symexplin.optim.products import COLUMNS, ROWS, PackedScales, divides
 from symexplin.spec import is_weight, outputs_first, stack_size
 
-__all__ = ["ClosedPack", "ProductPack"]
+__all__ = ["ElementwisePack", "ProductPack"]
 
 _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
@@ -57,7 +56,7 @@ class _KernelBatch(Batch):
 
     def rates(self) -> Rates:
         """Return AdamW's numbers for this step."""
-        group, step = self.group, self.count
+        group, step = self.group, self.step
         beta1, beta2 = map(float, group["betas"])
         corrections = 1.0 - beta1**step, 1.0 - beta2**step
         return Rates(self.lr, float(group["weight_decay"]), beta1, beta2, float(group["eps"]), *corrections)
@@ -67,7 +66,7 @@ class _KernelBatch(Batch):
         if self.lr == 0.0:  # changes moments alone
             raws = [raw.clone() for raw in raws]
         each = zip(entries, raws, grads, strict=True)
-        return [entry.weight_leaf(self.rule.moments, raw, grad, self.count) for entry, raw, grad in each]
+        return [entry.weight_leaf(self.rule.moments, raw, grad, self.step) for entry, raw, grad in each]
 
     def finish(self) -> None:
         """See :meth:`Batch.finish`; count the writes into the weights."""
@@ -76,30 +75,30 @@ class _KernelBatch(Batch):
 
 
 def _is_strided(grad: Any) -> bool:
-    return grad is not None and is_base_tensor(grad) and grad.layout == torch.strided and is_memory(grad)
+    return grad is not None and grad.layout == torch.strided and is_memory(grad)
 
 
-class ClosedPack(Pack):
+class ElementwisePack(Pack):
     """Curved parameters without a stored raw weight, or under AdamW plain ones."""
 
     def __init__(self, entries: Sequence[Entry], rule: Rule, kernels: Kernels) -> None:
         super().__init__(entries, rule)
         self._kernels = kernels
 
-    def plan(self, entries: Sequence[Entry]) -> ClosedPlan:
+    def plan(self, entries: Sequence[Entry]) -> ElementwisePlan:
         """Return the kernels for some of the parameters."""
         names = {"exp_avgs": "exp_avg", "exp_avg_sqs": "exp_avg_sq"} if self.rule.is_adamw else {}
         names |= {"masters": "master"} if entries[0].is_half else {}
         lists = {key: [entry.local_state(name) for entry in entries] for key, name in names.items()}
-        return self._kernels.closed(entries[0].closed, Tensors([entry.value for entry in entries], **lists))
+        return self._kernels.elementwise(entries[0].closed, Tensors([entry.value for entry in entries], **lists))
 
     def batch(self, places: tuple[int, ...]) -> Batch:
         """See :meth:`Pack.batch`."""
-        return _ClosedBatch(self, places)
+        return _ElementwiseBatch(self, places)
 
 
-class _ClosedBatch(_KernelBatch):
-    def __init__(self, pack: ClosedPack, places: tuple[int, ...]) -> None:
+class _ElementwiseBatch(_KernelBatch):
+    def __init__(self, pack: ElementwisePack, places: tuple[int, ...]) -> None:
         super().__init__(pack, places)
         self._plan_of = functools.cache(lambda start, stop: pack.plan(self.entries[start:stop]))
         self._plan = self._plan_of(0, len(self.entries))
@@ -144,10 +143,10 @@ class ProductPack(Pack):
             Matrices(
                 _matrices(entries, (entry.value for entry in entries)),
                 _in_state(entries, "raw"),
-                rows=list(self.scales.starts(0, chosen)),
-                columns=list(self.scales.starts(1, chosen)),
+                rows=list(self.scales.starts(ROWS, chosen)),
+                columns=list(self.scales.starts(COLUMNS, chosen)),
                 counts=self.scales.counts,
-                half=self.entries[0].is_half,
+                bfloat16=self.entries[0].is_half,
                 device=self.entries[0].value.device,
                 exponential=self.scales.spec.config.mode != "linear",
                 mismatch=self.scales.spec.config.mode == "mismatch",

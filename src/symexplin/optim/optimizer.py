@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -14,15 +15,15 @@ from symexplin.checks import LATER, as_numbers, check_curved, check_flag, check_
 from symexplin.config import SELConfig
 from symexplin.optim.annealing import multipliers
 from symexplin.optim.batch import Batch, Rule
-from symexplin.optim.batches import Batches
 from symexplin.optim.entry import Entry, Leaf, shapes_of
 from symexplin.optim.groups import Group, config_of, is_curved, param_groups
+from symexplin.optim.packs import Packs
 from symexplin.optim.shard import ProcessGroups, any_process, global_norm, local
 from symexplin.optim.writes import Writes
 from symexplin.routes import rate_of
-from symexplin.spec import RawWeight
+from symexplin.spec import CurvedWeight
 
-__all__ = ["RawSpaceOptimizer", "map_lines"]
+__all__ = ["RawSpaceOptimizer"]
 
 _OWN = ("total_steps", "max_grad_norm")  # settings that a loaded state does not change
 # Settings of every optimizer, which a subclass may leave out of its defaults.
@@ -49,7 +50,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     moments: ClassVar[tuple[str, ...]] = ()
     grad_norm: Tensor | None  # of the last step
     _entries: list[Entry]
-    _batches: Batches
+    _packs: Packs
     _writes: Writes
     _diverged: bool  # and the user has been warned
 
@@ -110,7 +111,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(_NO_GRAPH)
         for group in self.param_groups:
-            multipliers(group)  # raises before anything has changed, if T is missing
+            multipliers(group)  # raises now if T is missing, before anything has changed
         fresh = not any(self.state.values())
         entries = self._current_entries()
         if self.grad_norm is None and all(entry.parameter.grad is None for entry in entries):
@@ -118,9 +119,9 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         self._writes.adopt(entries)
         active = _active(entries)
         rule = Rule(self.moment_names, self._is_adamw())
-        if not self._batches.is_valid(entries, rule):
-            self._batches = Batches(entries, rule)
-        batches = self._batches.of(active)
+        if not self._packs.is_valid(entries, rule):
+            self._packs = Packs(entries, rule)
+        batches = self._packs.of(active)
         self.grad_norm = norm = _norm(entries, active, batches)
         clip = self._clip(entries, norm)
         if not (fresh and self._is_idle(norm)):
@@ -206,7 +207,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         self._entries = list(self.entries())
 
     def _is_trained(self, parameter: Tensor) -> bool:
-        """Whether a parameter has state; one with a gradient may be frozen in turn with others."""
+        """Whether a parameter has state. A frozen one that has a gradient counts: layers may be frozen alternately."""
         return bool(parameter.requires_grad or parameter.grad is not None or self.state.get(parameter))
 
     def entries(self) -> Iterator[Entry]:
@@ -215,9 +216,9 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             if state := self.state.get(group["params"][i]):
                 yield Entry(group, i, state)
 
-    def curved(self) -> Iterator[tuple[str, RawWeight]]:
+    def curved(self) -> Iterator[tuple[str, CurvedWeight]]:
         """Yield (name, map) of the local part of every curved parameter with state."""
-        return ((entry.name, entry.raw_weight()) for entry in self.entries() if entry.curved)
+        return ((entry.name, entry.curved_weight()) for entry in self.entries() if entry.curved)
 
     def _indices(self) -> Iterator[tuple[Group, int]]:
         for group in self.param_groups:
@@ -242,7 +243,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         entries = list(self.entries())
         self._writes.adopt(entries, compare_all=True)
         self._writes.remember(entries)
-        self._batches = Batches([], Rule(self.moment_names, self._is_adamw()))
+        self._packs = Packs([], Rule(self.moment_names, self._is_adamw()))
 
     # ---- groups, copies and saved states ----
 
@@ -262,14 +263,14 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         first = self.param_groups[0]
         settings = {key: first[key] for key in self.defaults if key in first and key not in _SHOWN}
         last = ", ".join(f"{key} {value}" for key, value in settings.items())
-        lines = [*map_lines(self.param_groups), *map(_line, self.param_groups), f"{last}; {self._steps()} steps taken"]
+        lines = [*_map_lines(self.param_groups), *map(_line, self.param_groups), f"{last}; {self._steps()} steps taken"]
         return "\n".join([f"{type(self).__name__}(", *(f"  {line}" for line in lines), ")"])
 
     def _forget(self) -> None:
         """Drop what follows from groups and state."""
         self.grad_norm = None
         self._entries = []
-        self._batches = Batches([], Rule(self.moment_names, self._is_adamw()))
+        self._packs = Packs([], Rule(self.moment_names, self._is_adamw()))
         self._writes = Writes()
         self._diverged = False
 
@@ -312,7 +313,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch does, with rates that a schedule has set to NumPy's numbers as Python's."""
-        hook = self.register_state_dict_post_hook(_plain_groups, prepend=True)
+        hook = self.register_state_dict_post_hook(_with_python_numbers, prepend=True)
         try:
             return super().state_dict()
         finally:
@@ -320,7 +321,8 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled or copied, with tensors of their own in the states."""
-        return super().__getstate__() | {"state": {key: _unpacked(state) for key, state in self.state.items()}}
+        state = defaultdict(dict, {key: _unpacked(state) for key, state in self.state.items()})
+        return super().__getstate__() | {"state": state}
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -364,7 +366,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
                     entry.state.pop("master", None)
 
 
-def _plain_groups(_: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+def _with_python_numbers(_: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     saved["param_groups"] = as_numbers(saved["param_groups"])
     saved["state"] = {key: _unpacked(state) for key, state in saved["state"].items()}
 
@@ -422,7 +424,7 @@ def _not_finite(entries: Sequence[Entry]) -> str:
 _SHOWN = ("lr", "weight_decay")  # settings that lines of their own show
 
 
-def map_lines(groups: Sequence[Group]) -> list[str]:
+def _map_lines(groups: Sequence[Group]) -> list[str]:
     """Return a line for each map of the groups: its form, its scales and the model's width."""
     curved = filter(is_curved, groups)
     return list(dict.fromkeys(f"map: {config_of(g)}; width {g['width']}" for g in curved))

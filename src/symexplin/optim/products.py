@@ -25,12 +25,12 @@ from symexplin.optim.batch import ADAMW
 from symexplin.optim.entry import Entry, moment_key
 from symexplin.spec import ScaleTensor, Spec, dims_of, is_weight, outputs_first, sides, stack_size
 
-__all__ = ["PackedScales", "divides", "fixed_factors", "is_product"]
+__all__ = ["COLUMNS", "ROWS", "PackedScales", "divides", "fixed_factors", "is_product"]
 
 _SIGNS = {"mismatch": 1.0, "congruent": 1.0, "oppose": -1.0, "exp_only": 0.0, "linear": 1.0}  # of lambda
-_PRODUCTS = ("fixed", "global", "row", "column", "row_col_mult")
-_SUMS = ("fixed", "global", "row", "column", "row_col_add")  # of logarithms, whose exponentials are products
-_ROWS, _COLUMNS = range(2)  # sides of a matrix
+_PRODUCT_PATTERNS = ("fixed", "global", "row", "column", "row_col_mult")
+_SUM_PATTERNS = ("fixed", "global", "row", "column", "row_col_add")  # of logarithms, whose exponentials are products
+ROWS, COLUMNS = range(2)  # sides of a matrix
 _KAPPA, _C, _LAMBDA = range(3)  # kinds of factors
 _BY_C, _BY_KAPPA, _BY_LAMBDA = range(3)  # kinds of sums
 _MULTIPLIED = {"m": (_KAPPA,), "e": (_C,), "n": (_C,), "l": (_LAMBDA,), "s": (_C, _LAMBDA)}  # by role
@@ -45,7 +45,8 @@ def is_product(spec: Spec) -> bool:
     [True, True, True]
     """
     return spec.config.mode in _SIGNS and all(
-        spec.pattern(role) in (_SUMS if role == "n" or spec.is_log(role) else _PRODUCTS)
+        role in _MULTIPLIED
+        and spec.pattern(role) in (_SUM_PATTERNS if role == "n" or spec.is_log(role) else _PRODUCT_PATTERNS)
         for role in spec.config.roles
         if role != "delta"
     )
@@ -91,7 +92,7 @@ class _Numbers(NamedTuple):
         return of if self.matrices is None else of.index_select(0, self.matrices)
 
     def write(self, operator: Any, a: Tensor, b: Tensor) -> None:
-        """Write gradients by row or column, the operator of both tensors, to those of the numbers."""
+        """Write the gradients of the numbers, the operator of two tensors by row or column, summed over a matrix."""
         if self.heights is None:
             operator(a, b, out=self.gradient)
         else:  # the check of the lengths would wait for the device
@@ -153,7 +154,7 @@ class PackedScales:
             entry.grads[name] = _viewed(entry, name, part)
         alike = self._lay_out(places, sizes)
         if tuple(moments) == ADAMW:
-            self._plans = [(tensor, kernels.closed(None, self._tensors(flat))) for tensor, flat in alike]
+            self._plans = [(tensor, kernels.elementwise(None, self._tensors(flat))) for tensor, flat in alike]
 
     def _tensors(self, flat: slice) -> Tensors:
         exp_avgs, exp_avg_sqs = ([moment[flat]] for moment in self.moments)
@@ -164,10 +165,10 @@ class PackedScales:
 
         Return one of the scales that have equal rates, and their numbers.
         """
-        lengths = [[_length(entry, side) for entry in self.entries] for side in (_ROWS, _COLUMNS)]
+        lengths = [[_length(entry, side) for entry in self.entries] for side in (ROWS, COLUMNS)]
         starts = [list(itertools.accumulate(of, initial=0)) for of in lengths]
         self._starts = starts
-        self.counts = starts[_ROWS][-1], starts[_COLUMNS][-1]
+        self.counts = starts[ROWS][-1], starts[COLUMNS][-1]
         index = {id(entry): i for i, entry in enumerate(self.entries)}
         self._numbers: list[_Numbers] = []
         ends: dict[str, tuple[ScaleTensor, int, int]] = {}  # by role
@@ -178,7 +179,7 @@ class PackedScales:
             ends[key[0]] = of[0].tensor, ends.get(key[0], (None, flat.start))[1], flat.stop
             if key[0] == "delta":
                 continue
-            side, which = _COLUMNS if key[1] == "column" else _ROWS, [index[id(place.entry)] for place in of]
+            side, which = COLUMNS if key[1] == "column" else ROWS, [index[id(place.entry)] for place in of]
             whole = slice(starts[side][which[0]], starts[side][which[-1] + 1])
             numbers = _Numbers(key[0], side, whole, self.values[flat], self.gradient[flat])
             self._numbers.append(_shared(numbers, of) if key[1] == "global" else numbers)
@@ -235,7 +236,7 @@ class PackedScales:
         Return their norm. The others may have gradients of this step, of another batch.
 
         The sums are those of :meth:`symexplin.kernels.interface.ProductPlan.norm`. Where kappa normalizes, the second
-        is the derivative by ln kappa with c kappa constant, since that with c constant would cancel.
+        is the derivative with respect to ln kappa with c kappa constant, since that with c constant would cancel.
         """
         before = None if active is None else self.gradient.clone()
         by = [side.to(torch.float32) for side in sums]
@@ -288,7 +289,7 @@ class PackedScales:
         tensors = (self.values, *self.moments)
         before = [tensor.clone() for tensor in tensors] if active is not None else []
         for tensor, plan in self._plans:
-            rate = self.entries[0].rate_of(tensor)
+            rate = self.entries[0].scale_rate(tensor)
             plan.update(rates._replace(lr=rate, decay=rates.decay if tensor.decays else 0.0), clip)
         if active is not None:
             for packed, old in zip(tensors, before, strict=True):
@@ -329,7 +330,7 @@ def _length(entry: Entry, side: int) -> int:
     """Return the number of rows or of columns of all matrices of a parameter; a bias is one row."""
     outputs, inputs = sides(entry.axes, entry.value.shape)
     rows, columns = (outputs, inputs) if outputs_first(entry.axes) else (inputs, outputs)
-    return stack_size(entry.axes, entry.value.shape) * (columns if side == _COLUMNS else rows)
+    return stack_size(entry.axes, entry.value.shape) * (columns if side == COLUMNS else rows)
 
 
 def _pack(names: Sequence[tuple[Entry, str]], sizes: Sequence[int], device: torch.device) -> Tensor:
@@ -356,7 +357,7 @@ def _shared(numbers: _Numbers, places: Sequence[_Place]) -> _Numbers:
     each = []
     for place in places:
         stack = stack_size(place.entry.axes, place.entry.value.shape)
-        each += [_length(place.entry, _ROWS) // max(1, stack)] * stack
+        each += [_length(place.entry, ROWS) // max(1, stack)] * stack
     device = numbers.values.device
     heights = torch.tensor(each, dtype=torch.int64, device="cpu")
     matrices = torch.arange(len(each), dtype=torch.int32, device="cpu").repeat_interleave(heights)

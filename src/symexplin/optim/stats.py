@@ -11,7 +11,7 @@ from symexplin.modules import SELLinear
 from symexplin.optim.optimizer import RawSpaceOptimizer
 from symexplin.optim.shard import WHOLE, Shard, whole
 from symexplin.routes import check_model
-from symexplin.spec import RawWeight, is_weight
+from symexplin.spec import CurvedWeight, is_weight
 from symexplin.transform import where_float64_is
 
 __all__ = ["stats"]
@@ -54,11 +54,11 @@ class _Tally:
         self.sums: dict[str, list[float]] = {}
         self.largest = 0.0
 
-    def add(self, curved: RawWeight, size: int) -> None:
+    def add(self, curved: CurvedWeight, size: int) -> None:
         """Add the local part of a tensor that has `size` entries over all processes."""
         raw, scales = curved.raw, curved.scales()
         for role, value in scales._asdict().items():
-            if isinstance(value, Tensor) and role != "delta":
+            if isinstance(value, Tensor) and role != "delta" and size:
                 # Entries count 1 / size, so that the parts of a sharded tensor add up to its mean.
                 self._sum(role, value.expand(raw.shape), 1.0 / size)
         if is_weight(curved.spec.axes):
@@ -107,7 +107,7 @@ class _Tally:
         return result | ({"kappa_w/max": self.largest, "tail/fraction": tail / count} if count else {})
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[RawWeight, int, Shard]]:
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[CurvedWeight, int, Shard]]:
     """Yield the local part of each curved tensor, its number of entries over all processes, and its placement."""
     if not isinstance(optimizer, torch.optim.Optimizer | None):
         raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -115,7 +115,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
     if isinstance(inner, RawSpaceOptimizer):
         for entry in inner.entries():
             if entry.curved:
-                yield entry.raw_weight(), math.prod(entry.shape), entry.shard
+                yield entry.curved_weight(), math.prod(entry.shape), entry.shard
         return
     for layer in model.modules():
         if isinstance(layer, SELLinear):

@@ -26,7 +26,7 @@ from symexplin.modes import Scales
 from symexplin.modules import SELLinear
 from symexplin.optim import RawSpaceOptimizer
 from symexplin.presets import IDENTITY
-from symexplin.spec import RawWeight, Spec
+from symexplin.spec import CurvedWeight, Spec
 from symexplin.transform import forward
 
 __all__ = [
@@ -149,18 +149,18 @@ def probe(folder: Path) -> Probe:
     load_weights(built.model, path)
     load_optimizer(built.optimizer, path, state["optimizer"])
     curved = _curved(built) or {
-        name: RawWeight(Spec.of(layer.weight.shape, "oi", IDENTITY), layer.weight, {})
+        name: CurvedWeight(Spec.of(layer.weight.shape, "oi", IDENTITY), layer.weight, {})
         for name, layer in layers.items()
         if name.startswith("blocks.")
     }
     stride = -(-sum(each.raw.numel() for each in curved.values()) // LIMIT) | 1  # odd: no column is left out
-    matrices: dict[str, list[tuple[Tensor, Tensor, RawWeight]]] = {}
+    matrices: dict[str, list[tuple[Tensor, Tensor, CurvedWeight]]] = {}
     for name, each in curved.items():
         matrices.setdefault(name.rpartition(".")[2], []).append((initial[name], layers[name].weight, each))
     return Probe(int(state["step"]), {role: _role(parts, stride) for role, parts in matrices.items()})
 
 
-def _curved(built: Built) -> dict[str, RawWeight]:
+def _curved(built: Built) -> dict[str, CurvedWeight]:
     """Return the maps of the curved matrices by layer."""
     if isinstance(built.optimizer, RawSpaceOptimizer):
         in_optimizer = built.optimizer.curved()
@@ -169,7 +169,7 @@ def _curved(built: Built) -> dict[str, RawWeight]:
     return {name: layer.curved() for name, layer in layers}
 
 
-def _role(matrices: list[tuple[Tensor, Tensor, RawWeight]], stride: int) -> RoleWeights:
+def _role(matrices: list[tuple[Tensor, Tensor, CurvedWeight]], stride: int) -> RoleWeights:
     """Return every `stride`-th position of matrices (initial, effective, curved) of one shape and one mode."""
     initial, effective, curved = zip(*matrices, strict=True)
     shape, like = initial[0].shape, curved[0].raw

@@ -118,7 +118,7 @@ def test_kernels_step_as_float64_does(config, name, monkeypatch):
         plain, _ = steps(count, config)
     with path(name, monkeypatch):
         fast, of_fast = steps(count, config, name=name)
-    assert not any(type(pack) is Pack for pack in of_fast._batches.packs)
+    assert not any(type(pack) is Pack for pack in of_fast._packs.packs)
     assert distance(fast, exact) <= 3 * distance(plain, exact) + 1e-6
     torch.testing.assert_close(of_fast.grad_norm.cpu().double(), of_exact.grad_norm, rtol=1e-4, atol=0)
     for p, q in zip(fast.parameters(), exact.parameters(), strict=True):
@@ -273,7 +273,7 @@ class Operators(TorchDispatchMode):
 def test_the_operators_of_a_step_are_few_for_any_depth(key, monkeypatch):
     """On a GPU each takes longer to launch than to run."""
     loaded = cpu.load()
-    monkeypatch.setattr("symexplin.optim.batches.kernels_for", lambda _: loaded)  # also under a mode
+    monkeypatch.setattr("symexplin.optim.packs.kernels_for", lambda _: loaded)  # also under a mode
     counts = []
     for depth in (1, 4):
         model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(depth)])

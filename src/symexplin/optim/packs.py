@@ -12,14 +12,14 @@ from symexplin.kernels import kernels_for
 from symexplin.kernels.interface import is_dense, is_memory
 from symexplin.optim.batch import Batch, Pack, Rule
 from symexplin.optim.entry import Entry
-from symexplin.optim.kernel_batch import ClosedPack, ProductPack
+from symexplin.optim.kernel_batch import ElementwisePack, ProductPack
 from symexplin.optim.products import is_product
 from symexplin.optim.shard import local
 
-__all__ = ["Batches"]
+__all__ = ["Packs"]
 
 
-class Batches:
+class Packs:
     """All parameters with state in packs. What follows from their memory holds while :meth:`is_valid` says so."""
 
     def __init__(self, entries: Sequence[Entry], rule: Rule) -> None:
@@ -32,7 +32,7 @@ class Batches:
         self._kernels = {entry.value.device: kernels_for(entry.value.device) for entry in entries}
         self._states = [entry.state for entry in entries]
         self._values = [value for state in self._states for value in state.values()]
-        moments = (rule.moments(kind, axes) for kind, axes in (("raw", "oi"), ("raw", "o"), ("plain", "")))
+        moments = (rule.moments(kind, axes) for kind, axes in {(entry.kind, entry.axes) for entry in entries})
         names = {"raw", "master", *itertools.chain.from_iterable(moments)}
         self._memory = [local(s[name]) for s in self._states for name in names & s.keys()]
         self._addresses = _addresses(self._memory)
@@ -62,7 +62,7 @@ def _pack_of(kind: Any, entries: Sequence[Entry], rule: Rule) -> Pack:
     kernels = kernels_for(entries[0].value.device)
     if kind is None or kernels is None:
         return Pack(entries, rule)
-    return (ProductPack if entries[0].is_stored else ClosedPack)(entries, rule, kernels)
+    return (ProductPack if entries[0].is_stored else ElementwisePack)(entries, rule, kernels)
 
 
 def _kind_of(entry: Entry, rule: Rule) -> Any:

@@ -25,7 +25,7 @@ def _is_closed_right(kernels: Kernels, device: torch.device) -> bool:
     start = torch.cat([size, -size])
     grad = torch.ones_like(start)
     weights, v = (start.clone(), start.clone()), start.double()
-    one_pass, two_passes = (kernels.closed(closed, Tensors([weight], *_moments(weight))) for weight in weights)
+    one_pass, two_passes = (kernels.elementwise(closed, Tensors([weight], *_moments(weight))) for weight in weights)
     for plan in (one_pass, two_passes):
         plan.take([grad])
     norm = one_pass.norm()
@@ -47,7 +47,14 @@ def _is_product_right(kernels: Kernels, device: torch.device) -> bool:
     a = torch.linspace(-1.0, 1.0, 1040, dtype=torch.float32, device=device).view(520, 2)
     b = torch.linspace(0.1, 0.2, 600, dtype=torch.float32, device=device).view(2, 300)
     delta = Delta(a, b, torch.zeros_like(a), torch.zeros_like(b))
-    place: Any = {"rows": [0], "columns": [0], "counts": (520, 300), "half": False, "mismatch": True, "device": device}
+    place: Any = {
+        "rows": [0],
+        "columns": [0],
+        "counts": (520, 300),
+        "bfloat16": False,
+        "mismatch": True,
+        "device": device,
+    }
     plan = kernels.products(Matrices([weight], [raw], **place, deltas=[delta], moments=_moments(raw)))
     factors = (
         torch.stack([_KAPPA * ones[0], rows / _KAPPA, ones[0] / _KAPPA]),
