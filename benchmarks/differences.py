@@ -103,7 +103,7 @@ class Difference:
     @property
     def half(self) -> str:
         """The mean and the half-width of the interval."""
-        return f"{self} ± {self.interval.detectable:.3f}"
+        return f"{self} ± {self.interval.half_width:.3f}"
 
     @property
     def ends(self) -> str:
@@ -113,7 +113,7 @@ class Difference:
     @property
     def whole(self) -> str:
         """The mean and the interval, if there is one."""
-        return f"{self}" if math.isinf(self.interval.detectable) else f"{self} ({self.ends})"
+        return f"{self}" if math.isinf(self.interval.half_width) else f"{self} ({self.ends})"
 
 
 def losses(comparison: Comparison, place: str) -> dict[int, float]:

@@ -123,7 +123,7 @@ def twelve_layers(rows: Rows) -> Iterator[str]:
     yield f"one learned number per matrix gains {single('number').size}, small and slow"
     yield f"queries and keys {single('qk_both').size} (one seed), the paper's method {single('matched').size}. With"
     start = layer("paper", "matched").all
-    yield f"our three seeds could detect nothing below {start.interval.detectable:.3f}."
+    yield f"our three seeds could detect nothing below {start.interval.half_width:.3f}."
     harm = init("paper@7e-4", "matched@7e-4")[0]
     yield f"twelve layers (seed 0 at 7e-4; LayerNorm 0 to 2) | {harm} | {start.listed} |"
     severe = (of(rows, key)("paper", "matched").listed for key in (SEVERE, SEVERE_LAYER))

@@ -13,7 +13,17 @@ from typing import Literal, NamedTuple
 
 from symexplin.checks import check_choice
 from symexplin.lab.compare.comparison import Comparison, Run, share_of_steps, steps_to
-from symexplin.lab.compare.interval import BETTER, ENOUGH_SEEDS, NO_DIFFERENCE, NOT_RESOLVED, TOO_FEW, WORSE, Interval
+from symexplin.lab.compare.interval import (
+    BETTER,
+    CHOSE,
+    ENOUGH_SEEDS,
+    EQUAL,
+    NO_DIFFERENCE,
+    NOT_RESOLVED,
+    TOO_FEW,
+    WORSE,
+    Interval,
+)
 from symexplin.lab.settings import Schema
 
 __all__ = [
@@ -251,12 +261,22 @@ def _judge(claim: Claim, comparisons: Sequence[Comparison], which: str, names: S
     before = first[0] if first else dict.fromkeys(last, 0.0)
     if before.keys() != last.keys():
         return Judgement(UNTESTED, "the seeds differ")
-    interval = Interval([last[seed] - before[seed] for seed in last])
+    interval = _interval(claim, comparisons, which, {seed: last[seed] - before[seed] for seed in last})
     verdict, reason = _test(claim, interval)
     if first and verdict in (HELD, AGREES) and fmean(last.values()) >= 0:  # a smaller loss is no gain
         verdict, reason = DID_NOT if verdict == HELD else DISAGREES, f"there is no gain at {names[-1]}; "
     words = MEASURES[claim.measure].words.format(variant=claim.variant, against=claim.against)
     return Judgement(verdict, f"{reason}{'change of the ' if first else ''}{words}: {interval}", interval)
+
+
+def _interval(claim: Claim, comparisons: Sequence[Comparison], which: str, values: Mapping[int, float]) -> Interval:
+    """Return the interval of a claim's numbers: of a loss beside the baseline's, that of the table of all variants."""
+    chose = any(values.keys() & {*comparison.choosing_seeds} for comparison in comparisons)
+    if len(comparisons) == 1 and claim.measure == "final" and claim.against == comparisons[0].baseline and not chose:
+        row = next(row for row in comparisons[0].rows(which) if row.variant == claim.variant)
+        if row.interval is not None:
+            return row.interval
+    return Interval(tuple(values.values()), chose=chose)
 
 
 def _numbers(claim: Claim, comparison: Comparison, which: str) -> dict[int, float]:
@@ -288,8 +308,8 @@ def _test(claim: Claim, interval: Interval) -> tuple[str, str]:
         one = interval.mean
         holds = {"below": one < 0, "above": one > 0, "within": abs(one) <= bound, "at_most": one <= bound}
         return AGREES if holds[claim.test] else DISAGREES, ""
-    if interval.verdict == TOO_FEW:
-        return UNTESTED, f"{TOO_FEW}; "
+    if interval.verdict in (CHOSE, EQUAL, TOO_FEW):
+        return UNTESTED, f"{interval.verdict}; "
     if claim.test in _SIGNS and interval.verdict in (NO_DIFFERENCE, NOT_RESOLVED):
         verdict, _, reason = interval.words.partition(": ")
         return verdict, reason and f"{reason}; "

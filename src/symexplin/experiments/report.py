@@ -109,7 +109,7 @@ def _measured(row: Row, compared_at: str) -> dict[str, Any]:
         "lr": row.lr,
         "seeds": list(row.seeds),
         **{key: getattr(row, key) for key in ("finite", "loss", "spread", "delta", "speedup", "reached")},
-        "detectable": None if interval is None or math.isinf(interval.detectable) else interval.detectable,
+        "least": None if interval is None or math.isinf(interval.half_width) else interval.half_width,
         "shown": "not finite" if interval is None else interval.words,
     }
 

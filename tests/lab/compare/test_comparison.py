@@ -67,7 +67,7 @@ def test_variants_are_compared_at_the_shared_rate_and_at_their_best():
     assert (best.lr, best.loss, best.delta, best.speedup) == (0.01, 1.0, -1.0, pytest.approx(100 / 75))
     assert comparison.verdict == [
         "At its best learning rate, 0.01, SEL ends at 1.0000, 1.0000 below AdamW's 2.0000.",
-        "One seed is not enough evidence: the difference may be run-to-run noise. Three give an interval.",
+        "There is no verdict, since these seeds chose the learning rates: add --confirm-seeds.",
     ]
     assert comparison.notes == [
         "At AdamW's best learning rate, 0.003, SEL ends at 2.1000, 0.1000 above AdamW's 2.0000.",
@@ -81,7 +81,9 @@ def test_variants_are_compared_at_the_shared_rate_and_at_their_best():
 
 def test_seeds_are_paired():
     """The interval is -0.1 ± 9.9248 * 0.4583 / sqrt(3), with Student's quantile of two degrees of freedom."""
-    comparison = compare(runs_of(THREE_SEEDS, first_seed=7), "AdamW")
+    chose = [run(name, lr, loss) for name, lr, loss in (("AdamW", 0.1, 1), ("AdamW", 0.2, 2), ("SEL", 0.2, 1))]
+    chose += [run("SEL", 0.1, 2)]
+    comparison = compare([*chose, *runs_of(THREE_SEEDS, first_seed=7)], "AdamW", confirm_seeds=(7, 8, 9))
     base, row = comparison.shared
     assert (base.loss, base.spread, base.deltas, base.reached) == (pytest.approx(2.2), pytest.approx(0.2), (0, 0, 0), 3)
     assert (row.loss, row.spread) == (pytest.approx(2.1), pytest.approx(math.sqrt(0.31)))
@@ -89,7 +91,7 @@ def test_seeds_are_paired():
     assert (row.seeds, row.finite, row.reached, row.speedup) == ((7, 8, 9), 3, 2, None)
     assert comparison.verdict[-1] == (
         "At AdamW's best learning rate, 0.1, SEL ends at 2.1000 ± 0.5568, 0.1000 below AdamW's 2.2000 ± 0.2000 "
-        "(no difference detected; 99% interval -2.7259 to +2.5259)."
+        "(no difference detected; 99% interval -2.7259 to +2.5259; the smallest mean that would count is 2.6259)."
     )
     assert comparison.verdict[-1] not in comparison.notes
 
@@ -178,8 +180,9 @@ def test_seeds_that_confirm_have_no_say_in_the_learning_rates_and_count_alone():
 def test_the_verdict_is_of_the_lowest_variant_in_at_most_two_sentences(lr, lost, words):
     table = {("A", 0.1): [2.0, 2.2, 2.4], ("A", 0.2): [3.0] * 3, ("C", 0.1): [3.0, 3.1, 3.2], ("C", 0.2): [4.0] * 3}
     table |= {("B", 0.1): [2.5] * 3, ("B", 0.2): [2.6] * 3} | {("B", lr): [1.9, 2.0, 2.2]}
-    runs = [run(r.variant, r.lr, None, r.seed) if lost and r.variant == "B" else r for r in runs_of(table)]
-    first, *second = compare(runs, "A").verdict
+    judge = [run(r.variant, r.lr, None, r.seed) if lost and r.variant == "B" else r for r in runs_of(table)]
+    chose = [run(r.variant, r.lr, r.loss, 7) for r in judge if r.seed == 1]
+    first, *second = compare([*chose, *judge], "A", confirm_seeds=(0, 1, 2)).verdict
     assert first.startswith(words)
     assert "; 99% interval " in first
     assert len(second) == (lr == 0.2)  # the shared rate, where it is another
@@ -259,7 +262,8 @@ def test_the_share_of_the_steps_to_the_final_loss_of_the_baseline(baseline, vari
 def test_the_table_and_the_sentence_say_one_speedup_over_the_seeds():
     """The variant needs 90% of the steps with two seeds and 20% with one: 66.7% in the mean, 1.5 times fewer."""
     runs = [Run("A", 0.1, seed, ((0, 5.0), (100, 2.0))) for seed in range(3)]
-    runs += [Run("B", 0.1, seed, ((0, 5.0), (at, 2.0), (100, 1.9))) for seed, at in enumerate((90, 90, 20))]
+    ends = (1.9, 1.9001, 1.9)
+    runs += [Run("B", 0.1, seed, ((0, 5.0), (at, 2.0), (100, ends[seed]))) for seed, at in enumerate((90, 90, 20))]
     comparison = compare(runs, "A")
     assert comparison.best[1].speedup == pytest.approx(1.5)
     assert "1.50x" in comparison.table()

@@ -66,7 +66,7 @@ def _gap(row: Row) -> str:
     """Return the final difference to the baseline with half of its 99% interval."""
     if row.delta is None or row.interval is None:
         return "not finite"
-    width = row.interval.detectable
+    width = row.interval.half_width
     return f"{row.delta:+z.4f}".replace("-", "−") + ("" if math.isinf(width) else f" ± {width:.4f}")
 
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from symexplin.config import SELConfig
 from symexplin.lab.compare.grid import COMPARISON, RUNS, Cell
-from symexplin.lab.compare.interval import BETTER, ENOUGH_SEEDS, Interval
+from symexplin.lab.compare.interval import BETTER, CHOSE, ENOUGH_SEEDS, Interval, intervals
 from symexplin.lab.files import format_columns, read_json, read_json_lines, write_json
 from symexplin.lab.folders import METRICS
 
@@ -52,6 +52,8 @@ class Row:
     :func:`share_of_steps`, None unless every seed has one.
     `reached` counts the seeds with an evaluation at or below the baseline's final loss. `seconds` and
     `tokens_per_second` are means over the finite runs. A variant without a best learning rate has `lr` None.
+    `interval` is of the deltas, with those of the other rows (:func:`symexplin.lab.compare.interval.intervals`); None
+    for the baseline, and where a seed has no delta.
     """
 
     variant: str
@@ -66,12 +68,7 @@ class Row:
     reached: int = 0
     seconds: float | None = None
     tokens_per_second: float | None = None
-
-    @property
-    def interval(self) -> Interval | None:
-        """The differences of the seeds that have one; None if no seed has."""
-        known = [delta for delta in self.deltas if delta is not None]
-        return Interval(known) if known else None
+    interval: Interval | None = None
 
 
 @dataclass(frozen=True)
@@ -132,7 +129,7 @@ class Comparison:
 
     def save(self, folder: str | Path) -> None:
         """Write comparison.json, which has for other readers also the rows and the result in words."""
-        rows = {which: [dataclasses.asdict(row) for row in self.rows(which)] for which in ("shared", "best")}
+        rows = {which: [_saved(row) for row in self.rows(which)] for which in ("shared", "best")}
         kept = {key: value for key, value in vars(self).items() if key in self.__dataclass_fields__ and key != "folder"}
         kept["runs"] = [dataclasses.asdict(run) for run in self.runs]
         write_json(Path(folder, COMPARISON), {"verdict": self.verdict, "notes": self.notes, **rows, **kept})
@@ -241,12 +238,12 @@ class Comparison:
     @cached_property
     def shared(self) -> tuple[Row, ...]:
         """The rows of all variants at the shared learning rate, the baseline's first."""
-        return tuple(self._row(variant, self.shared_lr) for variant in self.variants)
+        return self._judged([self._row(variant, self.shared_lr) for variant in self.variants])
 
     @cached_property
     def best(self) -> tuple[Row, ...]:
         """The rows of all variants, each at its own best learning rate, the baseline's first."""
-        return tuple(self._row(variant, self.best_lr(variant)) for variant in self.variants)
+        return self._judged([self._row(variant, self.best_lr(variant)) for variant in self.variants])
 
     def rows(self, which: str) -> tuple[Row, ...]:
         """Return the "shared" or the "best" rows."""
@@ -265,6 +262,19 @@ class Comparison:
         """Return the row with the lowest loss among `variants`, each at its own best learning rate."""
         finite = [row for row in self.best if row.variant in variants and row.loss is not None]
         return min(finite, key=lambda row: row.loss or 0.0, default=None)
+
+    def _judged(self, rows: Sequence[Row]) -> tuple[Row, ...]:
+        """Return the rows with their intervals; seeds that chose between learning rates judge none."""
+        found: dict[str, Interval] = {}
+        differences: dict[str, dict[int, float]] = {}
+        for row in rows[1:]:
+            known = {seed: delta for seed, delta in zip(row.seeds, row.deltas, strict=True) if delta is not None}
+            if len(known) == len(row.seeds) and not known.keys() & {*self.choosing_seeds}:
+                differences[row.variant] = known
+            elif len(known) == len(row.seeds):
+                found[row.variant] = Interval(tuple(known.values()), chose=True)
+        found |= intervals(differences)
+        return tuple(dataclasses.replace(row, interval=found.get(row.variant)) for row in rows)
 
     def _row(self, variant: str, lr: float | None) -> Row:
         if lr is None:
@@ -305,6 +315,8 @@ class Comparison:
         first = self._at_own_lr(leader)
         if len(others) > 1:
             first = f"The best of {len(others)} variants is {self.label(leader.variant)}: a{first[1:]}"
+        if leader.interval is not None and leader.interval.chose:
+            return [first, f"There is no verdict, since {CHOSE}."]
         if len(leader.seeds) < ENOUGH_SEEDS:
             count = "One seed is" if len(leader.seeds) == 1 else "Two seeds are"
             return [
@@ -371,13 +383,18 @@ class Comparison:
         place = "equal to" if not row.delta else f"{gap} {side}" if float(gap) else f"within {least:g} of"
         name, base = self.label(row.variant), self.label(self.baseline)
         ending = f"{name} ends at {self._loss(row)}, {place} {base}'s {self._loss(baseline)}"
-        if count >= ENOUGH_SEEDS and row.interval is not None:
-            interval = row.interval
-            low, high = (self.shown(end, "+") for end in (interval.low, interval.high))
-            ending += f" ({interval.words}; 99% interval {low} to {high})"
-            if interval.verdict == BETTER and row.speedup is not None:
+        if row.interval is not None and count >= ENOUGH_SEEDS and not row.interval.chose:
+            ending += f" ({self._verdict(row.interval)})"
+            if row.interval.verdict == BETTER and row.speedup is not None:
                 ending += f", and reaches that loss in {100 / row.speedup:.0f}% of the steps"
         return ending
+
+    def _verdict(self, interval: Interval) -> str:
+        if math.isinf(interval.half_width):
+            return interval.words
+        low, high, least = (self.shown(end, "+") for end in (interval.low, interval.high, interval.half_width))
+        words = f"{interval.words}; 99% interval {low} to {high}"
+        return words if interval.decides else f"{words}; the smallest mean that would count is {least[1:]}"
 
     def table(self) -> str:
         """Return the rows in plain text; losses over several seeds are mean ± standard deviation."""
@@ -398,6 +415,14 @@ class Comparison:
             alone = row.lr is None or len(row.seeds) == 1
             return "not finite" if alone else f"finite in {row.finite} of {len(row.seeds)}"
         return self.shown(row.loss) + ("" if row.spread is None else f" ± {self.shown(row.spread)}")
+
+
+def _saved(row: Row) -> dict[str, Any]:
+    interval = row.interval
+    if interval is None:
+        return dataclasses.asdict(row)
+    low, high = (None, None) if math.isinf(interval.half_width) else (interval.low, interval.high)
+    return dataclasses.asdict(row) | {"interval": {"verdict": interval.words, "low": low, "high": high}}
 
 
 def decimals(loss: float | None) -> int:
