@@ -1,18 +1,13 @@
 import dataclasses
 import json
 import os
-import shutil
 
 import pytest
 
 from executors import executed, in_process  # noqa: F401 (a fixture)
-from symexplin.experiments import results
 from symexplin.experiments.reproduce import ReproduceConfig, plan_lines, reproduce
 from symexplin.experiments.tables import load_table, read_table
 from symexplin.lab.compare import sweep
-from symexplin.lab.data.batches import Corpus
-from symexplin.lab.files import write_json
-from symexplin.lab.provenance import provenance
 
 SMALL = {
     "model": {"width": 16, "depth": 1, "heads": 2, "context": 8},
@@ -68,10 +63,10 @@ def test_a_finished_table_is_not_trained_again_and_may_grow(finished, text):
         reproduce("optimizer_equivalence", out, tiny(text, steps=6), resume=True)
 
 
-def test_a_stopped_table_goes_on_to_the_same_losses(data, tmp_path, monkeypatch):
+def test_a_stopped_table_goes_on_to_the_same_losses_whatever_lies_beside_it(data, tmp_path, monkeypatch):
     names = ("64x2", "64x4")  # of four panels
     config = dataclasses.replace(tiny(data), variants=("AdamW", "mismatch"), panels=names)
-    whole, broken = tmp_path / "a" / "whole", tmp_path / "b" / "broken"
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
     lines = []
     reproduce("main_grid", whole, config, echo=lines.append)
     assert not [line for line in lines if "128x2:" in line or "mismatch+offset" in line]  # claims on what did not run
@@ -86,45 +81,13 @@ def test_a_stopped_table_goes_on_to_the_same_losses(data, tmp_path, monkeypatch)
         with pytest.raises(KeyboardInterrupt):
             reproduce("main_grid", broken, config)
     assert list(losses(broken)) == ["64x2"]
-    before = written(broken)
+    before, expected = written(broken), losses(whole)
+    for result in written(whole):
+        result.write_text("{")
     reproduce("main_grid", broken, config, resume=True)
     assert before.items() <= written(broken).items()
-    assert losses(broken) == losses(whole)
+    assert losses(broken) == expected
     assert [panel.name for panel in read_table(broken).panels if not panel.comparison] == ["128x2", "128x4"]
-
-
-def test_the_same_run_of_a_table_beside_it_is_copied(data, tmp_path, monkeypatch):
-    """AdamW of both tables is one; on another processor, of another commit or with changes to it, it is not."""
-    here = {**provenance(), "commit": "abc", "processor": "this"}
-    monkeypatch.setattr("symexplin.lab.run.provenance", lambda _: here)
-    monkeypatch.setattr("symexplin.lab.provenance.provenance", lambda _="cpu": here)
-    config = tiny(data, variants=("AdamW", "frozen"), seeds=(0,))
-    reproduce("frozen", tmp_path / "frozen", config)
-    first = tmp_path / "frozen" / "panels" / "16x1" / "runs" / "AdamW-lr0.002-seed0"
-    other, lines = dataclasses.replace(config, variants=("AdamW", "exp_only-ff")), []
-    reproduce("exp_only", tmp_path / "exp_only", other, echo=lines.append)
-    (line,) = [line for line in lines if "copied" in line]
-    assert line.startswith("16x1 1/2 AdamW lr 0.002 seed 0: loss ")
-    assert line.endswith(f"(copied from {first})")
-    copied = tmp_path / "exp_only" / "panels" / "16x1" / "runs" / first.name
-    assert (copied / "metrics.jsonl").read_bytes() == (first / "metrics.jsonl").read_bytes()
-    shutil.rmtree(tmp_path / "exp_only")
-    run = other.table("exp_only", tmp_path / "other").panels[0].config.example("AdamW")
-
-    def found(on_cluster=False, run=run):
-        return results.earlier_runs(tmp_path / "other", on_cluster)(run, Corpus.load(data))
-
-    here["processor"] = "another"
-    assert (found(), found(on_cluster=True)) == (None, first)  # the submitting machine does not know the nodes'
-    on_gpu = dataclasses.replace(run, compute=dataclasses.replace(run.compute, device="cuda"))
-    assert found(on_cluster=True, run=on_gpu) is None
-    here |= {"processor": "this", "commit": "def"}
-    assert found() is None
-    for commit, expected in (("abc", first), ("abc+", None)):
-        here["commit"] = commit
-        facts = json.loads((first / "run.json").read_text())
-        write_json(first / "run.json", {**facts, "provenance": here})
-        assert found() == expected
 
 
 def test_all_panels_are_submitted_at_once_with_what_each_asks_for(data, tmp_path, monkeypatch):

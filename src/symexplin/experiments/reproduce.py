@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from symexplin.checks import check_choice
-from symexplin.experiments.results import append_results, check_results, earlier_runs
+from symexplin.experiments.results import append_results, check_results
 from symexplin.experiments.tables import DATA, PANELS, TABLE, Panel, ScaleName, Table, load_table
 from symexplin.lab.files import read_json, write_json
 from symexplin.lab.folders import LOCK, check_resumable, check_unused, claimed
@@ -106,7 +106,7 @@ def reproduce(
 ) -> Path:
     """Run a table and write its report, whose path is returned.
 
-    The runs of all panels are executed together. A finished run of a table beside `out` that is the same is copied.
+    The runs of all panels are executed together.
 
     Args:
         name: one of :func:`symexplin.experiments.tables.names`, or the path of a TOML file of the same form.
@@ -138,11 +138,10 @@ def reproduce(
         try:
             if to_prepare:
                 prepare(from_table(PrepareConfig, table.data), folder / DATA, echo=echo)
-            earlier = earlier_runs(folder.resolve(), wanted[0].config.compare.on_cluster)
             with contextlib.ExitStack() as stack:
                 sweeps = []
                 for panel in wanted:
-                    kind, place = Laboratory(panel.config, table.labels, earlier), folder / PANELS / panel.name
+                    kind, place = Laboratory(panel.config, table.labels), folder / PANELS / panel.name
                     sweeps.append(stack.enter_context(opened(kind, place, True, echo, f"{panel.name} ")))
                 run_sweeps(sweeps, folder, echo)
         finally:

@@ -1,14 +1,12 @@
-"""Results kept: one row per run in a CSV file that only grows. And runs of other tables, which need not be repeated."""
+"""Results kept: one row per run in a CSV file that only grows."""
 
 import csv
-import dataclasses
 import datetime
-import functools
 import hashlib
 import json
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import filelock
 
@@ -18,13 +16,9 @@ from symexplin.lab.compare.grid import BASELINE, RUNS
 from symexplin.lab.compare.grid import CONFIG as GRID
 from symexplin.lab.files import read_json, write_csv
 from symexplin.lab.folders import CONFIG, RESULT, read_facts
-from symexplin.lab.settings import load_toml, to_table
+from symexplin.lab.settings import load_toml
 
-if TYPE_CHECKING:
-    from symexplin.lab.config import RunConfig
-    from symexplin.lab.data.batches import Corpus
-
-__all__ = ["COLUMNS", "append_results", "check_results", "comparisons", "config_hash", "earlier_runs"]
+__all__ = ["COLUMNS", "append_results", "check_results", "comparisons", "config_hash"]
 
 K = TypeVar("K", bound=Hashable)
 
@@ -90,44 +84,6 @@ def comparisons(file: Path, key: Callable[[Mapping[str, str]], K]) -> dict[K, Co
         return Comparison(own, BASELINE if BASELINE in {run.variant for run in own} else own[0].variant, tuple(confirm))
 
     return {name: compared(name) for name in runs}
-
-
-def earlier_runs(out: Path, on_cluster: bool) -> "Callable[[RunConfig, Corpus], Path | None]":
-    """Return what finds the folder of a finished run that need not be repeated, in the tables beside that in `out`.
-
-    Configuration, data, commit and processor must be the same. The submitting machine of a cluster does not know the
-    processors, nor what runs choose for theirs: there the keys of [compute] that are given must be the same.
-    """
-    from symexplin.lab.config import ComputeConfig, resolve
-    from symexplin.lab.provenance import provenance
-    from symexplin.lab.weights import digest_of
-
-    here = functools.cache(provenance)
-    known: dict[tuple[str, str], list[tuple[Path, Mapping[str, Any], Mapping[str, Any]]]] = {}
-    for path in sorted(out.parent.glob(f"*/{PANELS}/*/{RUNS}/*/{RESULT}")):
-        if out in path.parents or "loss" not in read_json(path):
-            continue
-        config, facts = load_toml(path.parent / CONFIG), read_facts(path.parent)
-        key = config_hash({**config, "compute": {}}, facts.get("weights")), facts["data"]
-        known.setdefault(key, []).append((path.parent, config["compute"], facts["provenance"]))
-
-    def find(config: "RunConfig", corpus: "Corpus") -> Path | None:
-        compute = {name: value for name, value in to_table(config.compute).items() if value != "auto"}
-        if on_cluster:
-            config = dataclasses.replace(config, compute=ComputeConfig(device="cpu"))
-        resolved = to_table(resolve(config, corpus.vocab_size))
-        compute = compute if on_cluster else resolved["compute"]
-        weights = None if config.train.weights is None else digest_of(config.train.weights)
-        key = config_hash({**resolved, "compute": {}}, weights), corpus.fingerprint
-        for folder, its_compute, origin in known.get(key, ()):
-            commit = str(origin["commit"])
-            if commit != here()["commit"] or commit.endswith("+") or not compute.items() <= its_compute.items():
-                continue  # a "+" marks changes that nobody has kept
-            if on_cluster or origin["processor"] == here(its_compute["device"])["processor"]:
-                return folder
-        return None
-
-    return find
 
 
 def config_hash(config: Mapping[str, Any], weights: str | None = None) -> str:

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import string
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from symexplin.checks import naming
 from symexplin.lab.compare.grid import CONFIG, LABELS, RUNS, Cell, ClusterConfig, CompareConfig, GridConfig
 from symexplin.lab.compare.launch import Task, gpus_here, has_ended, threads_each
-from symexplin.lab.config import RunConfig, absolute, resolve
+from symexplin.lab.config import absolute, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.folders import FACTS, RESULT, check_resumable, read_facts, saved_config
@@ -26,9 +26,6 @@ from symexplin.lab.settings import Schema, differences, dump_toml, from_table, l
 from symexplin.lab.weights import digest_of
 
 __all__ = ["Command", "CommandConfig", "Laboratory", "configured", "kind_of"]
-
-# Returns the folder of a run that has ended elsewhere and is the same, if there is one.
-Earlier = Callable[[RunConfig, Corpus], Path | None]
 
 _PLACES = ("variant", "lr", "seed", "out")
 
@@ -84,19 +81,15 @@ class Laboratory:
     Args:
         config: may leave values to the machine.
         labels: {variant: its name in words}, instead of LABELS.
-        earlier: finds a run that has ended elsewhere.
     """
 
-    def __init__(
-        self, config: CompareConfig, labels: Mapping[str, str] | None = None, earlier: Earlier = lambda *_: None
-    ) -> None:
+    def __init__(self, config: CompareConfig, labels: Mapping[str, str] | None = None) -> None:
         self.grid = config.compare
         self._corpus = Corpus.load(config.data, verify=False)  # each run compares the digests
         self._corpus.check_context(config.model.context)
         self._config = _with_machine(config)
         known = {name: text for name, text in LABELS.items() if name not in config.variant}
         self._labels = known if labels is None else labels
-        self._earlier = earlier
         self._cluster, self._note = _asked(self._config)
 
     def table(self) -> dict[str, Any]:
@@ -133,10 +126,6 @@ class Laboratory:
         several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(task.places)]
         words = ["-m", "symexplin", "train", str(file.resolve()), "--out", str(folder.resolve()), "--resume"]
         return task._replace(command=[sys.executable, *(several if task.places > 1 else []), *words])
-
-    def earlier(self, cell: Cell) -> Path | None:
-        """Return the folder of a run elsewhere that has the result already."""
-        return self._earlier(self._config.run(cell), self._corpus)
 
     def facts(self, folder: Path) -> dict[str, Any]:
         """Return the unit, the maps, the labels and the facts of a :class:`Comparison`."""
@@ -275,9 +264,6 @@ class Command:
         """Return the task of a run in its folder, which is created."""
         folder.mkdir(parents=True, exist_ok=True)
         return Task(label, folder, self._config.words(cell, folder), self._cluster, on_gpu=True)
-
-    def earlier(self, _: Cell) -> Path | None:
-        """Return None: no other comparison has these runs."""
 
     def facts(self, _: Path) -> dict[str, Any]:
         """Return the facts of a :class:`Comparison`."""

@@ -13,7 +13,6 @@ import dataclasses
 import json
 import math
 import shlex
-import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -125,12 +124,8 @@ class Sweep:
         for number, cell in enumerate(cells, start=1):
             label = f"{self._name}{number}/{len(cells)} {cell.variant} lr {cell.lr:g} seed {cell.seed}"
             folder = self.folder / RUNS / cell.name
-            note = " (already there)"
-            if not folder.exists() and (source := self.kind.earlier(cell)) is not None:
-                _copy(source, folder)
-                note = f" (copied from {source})"
             if has_ended(folder):
-                self._read(cell, label, note)
+                self._read(cell, label, " (already there)")
             else:
                 self._left[folder] = cell, label
                 tasks.append(self.kind.task(label, cell, folder))
@@ -264,11 +259,3 @@ def _number(name: str, value: object) -> float:
     if not isinstance(value, float):  # whole numbers were read as floats
         raise ValueError(f"{name} is {json.dumps(value)}, not a number")
     return value
-
-
-def _copy(source: Path, folder: Path) -> None:
-    """Copy a finished run in one step, without its checkpoints."""
-    temporary = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(source, temporary, ignore=shutil.ignore_patterns("checkpoints", ".lock"))
-    temporary.replace(folder)
