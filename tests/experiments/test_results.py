@@ -94,8 +94,5 @@ def test_tables_that_end_at_once_lose_no_row(out, tmp_path):
 
 def test_the_hash_is_of_what_the_run_computes(out):
     config = load_toml(next(out.glob("panels/*/runs/*")) / "config.toml")
-    train = config["train"]
-    same = ({**config, "data": "elsewhere", "log": {}}, {**config, "train": {**train, "weights": "a/path"}})
-    assert {config_hash(other) for other in same} == {config_hash(config)}
-    assert config_hash(config, weights="digest") != config_hash(config)
-    assert config_hash({**config, "train": {**train, "lr": 0.5}}) != config_hash(config)
+    assert config_hash({**config, "data": "elsewhere", "log": {}}) == config_hash(config)
+    assert config_hash({**config, "train": {**config["train"], "lr": 0.5}}) != config_hash(config)

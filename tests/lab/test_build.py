@@ -8,7 +8,6 @@ from symexplin.lab.build import build, clear_gradients
 from symexplin.lab.config import ComputeConfig, RunConfig, TrainConfig
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig, Transformer
-from symexplin.lab.weights import MODEL, load_model, save_model
 
 TINY = ModelConfig(width=16, depth=1, heads=2, context=8)
 TRAIN = TrainConfig(steps=10, warmup_steps=1, lr=4e-3, betas=(0.8, 0.99), weight_decay=0.02, max_grad_norm=0.7)
@@ -142,38 +141,31 @@ def test_annealing_takes_the_whole_schedule_unless_said(home, given, total):
     assert rates[0] > 1.001 * TRAIN.lr
 
 
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    """The file of a model of TINY's shape with another seed, and biases that are not zero."""
-    folder = tmp_path_factory.mktemp("weights")
-    model = Transformer(TINY, torch.Generator().manual_seed(99))
-    torch.nn.init.normal_(model.blocks[0].ffn.up.bias, std=0.1)
-    save_model(model, folder / MODEL)
-    return folder / MODEL
+@pytest.fixture
+def drawn():
+    """The fresh model of TINY's shape with seed 5."""
+    return Transformer(TINY, torch.Generator().manual_seed(5))
 
 
-@pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("home", ["none", "optimizer", "module"])
-def test_all_homes_start_from_one_draw_or_from_the_weights_given(weights, home, given):
-    train = dataclasses.replace(TRAIN, seed=5, weights=str(weights) if given else None)
+def test_all_homes_start_from_one_draw(drawn, home):
+    train = dataclasses.replace(TRAIN, seed=5)
     built = build(config(train, home=home, **({} if home == "none" else {"preset": "paper", "start": "matched"}))).model
     found = sel.fold(built).state_dict()
-    wanted = load_model(weights) if given else Transformer(TINY, torch.Generator().manual_seed(5))
     exact = home != "module"  # whose raw weights are inverted, hence rounded
-    for name, value in wanted.state_dict().items():
+    for name, value in drawn.state_dict().items():
         tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-7}
         torch.testing.assert_close(found[name], value, **tolerance)
 
 
 @pytest.mark.parametrize("home", ["optimizer", "module"])
-def test_a_mismatched_start_is_around_the_weights_given(weights, home):
+def test_a_mismatched_start_is_around_the_draw(drawn, home):
     """As init_ has it: raw weights that the symmetric map would take to the weights, then the map itself."""
-    train = dataclasses.replace(TRAIN, weights=str(weights))
+    train = dataclasses.replace(TRAIN, seed=5)
     found = sel.fold(build(config(train, home=home, preset="paper", start="mismatched")).model).state_dict()
-    reference = load_model(weights)
-    sel.init_(reference, sel.preset("paper"), xavier=False)
-    plain = load_model(weights).blocks[0].ffn.up.weight
-    for name, wanted in reference.state_dict().items():
+    plain = drawn.blocks[0].ffn.up.weight.detach().clone()
+    sel.init_(drawn, sel.preset("paper"), xavier=False)
+    for name, wanted in drawn.state_dict().items():
         torch.testing.assert_close(found[name], wanted, rtol=1e-5, atol=1e-7)
     moved = found["blocks.0.ffn.up.weight"]
     assert (moved[plain < 0] > plain[plain < 0]).all()

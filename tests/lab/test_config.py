@@ -93,13 +93,3 @@ def test_the_loss_is_cut_where_its_logits_would_be_large():
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (20, 2), (300, 30), (250_000, 250)])
 def test_the_warm_up_is_the_papers_or_a_tenth(steps, warmup):
     assert TrainConfig(steps=steps).warmup_steps == warmup
-
-
-def test_weights_are_found_from_any_folder(monkeypatch, tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    config = resolve(RunConfig("d", train=TrainConfig(weights="base")), 300)
-    assert config.train.weights == str(tmp_path / "base")
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert resolve(config, 300) == config
-    assert resolve(RunConfig("d"), 300).train.weights is None

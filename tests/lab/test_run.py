@@ -19,14 +19,13 @@ from symexplin.lab.evaluate import evaluate
 from symexplin.lab.files import read_json_lines
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.process import Stopped
-from symexplin.lab.run import evaluations, train
+from symexplin.lab.run import train
 from symexplin.lab.settings import from_table, load_toml
 from symexplin.lab.train import NonFiniteError, Trainer
 from symexplin.lab.weights import load_model
 
 FILES = {"config.toml", "run.json", "metrics.jsonl", "timing.jsonl", "result.json", "model.safetensors"}
 FILES |= {"tokenizer.json", "checkpoints", ".lock"}
-MATCHED = dataclasses.replace(CURVES["module"], start="matched")
 
 
 def bits(folder, *names):
@@ -84,28 +83,6 @@ def test_the_memory_of_a_model_is_free_when_its_run_has_ended(data, tmp_path, mo
         assert [model() for model in models] == [None]
     finally:
         gc.enable()
-
-
-def test_a_run_begins_with_given_weights_and_resumes_with_these_alone(data, whole, tmp_path, monkeypatch):
-    weights, run = shutil.copytree(whole["none"], tmp_path / "base"), tmp_path / "run"
-
-    def on(path):
-        return tiny(data, sel=MATCHED, train=dataclasses.replace(TRAIN, weights=path and str(path)))
-
-    train(on(weights), tmp_path / "whole")
-    assert evaluations(tmp_path / "whole")[0][1] == pytest.approx(evaluations(weights)[-1][1], rel=1e-5)
-    break_off(on(weights), run, monkeypatch, step=6)
-    for other, words in ((whole["optimizer"], "started from, got .*optimizer'"), (None, "got None")):
-        with pytest.raises(ValueError, match=f"weights must be those that the run in .* {words}"):
-            train(on(other), run, resume=True)
-    weights.rename(tmp_path / "moved")
-    with pytest.raises(FileNotFoundError, match=r"weights must be the folder of a run or a model's file, got .*base'"):
-        train(on(weights), run, resume=True)
-    train(on(tmp_path / "moved"), run, resume=True)
-    results = ("metrics.jsonl", "model.safetensors")
-    assert bits(run, *results) == bits(tmp_path / "whole", *results)
-    with pytest.raises(ValueError, match=r"weights must be those that the run in .* got .*moved'"):
-        train(dataclasses.replace(on(tmp_path / "moved"), sel=CURVES["none"]), whole["none"], resume=True)
 
 
 def test_a_finished_run_is_not_trained_again_and_not_overwritten(data, whole, tmp_path, monkeypatch):

@@ -25,7 +25,6 @@ from symexplin.lab.weights import (
     load_trained,
     read_map,
     save_model,
-    start_from,
     write_tensors,
 )
 
@@ -218,19 +217,3 @@ def test_an_end_token_of_ones_own_survives(tmp_path):
     own = next(name for name, index in json.loads(file.read_text())["model"]["vocab"].items() if index == 290)
     data = prepared(tmp_path / "data", TEXTS, tokenizer=str(file), end_token=own)
     assert load_trained(trained(data, tmp_path / "run", None, RUN)).tokenizer.end == 290
-
-
-def test_a_model_starts_from_the_weights_of_its_shape_and_no_other(runs):
-    model = Transformer(ModelConfig(width=16, depth=1, heads=2, context=8, init="xavier_normal", embedding_std=1.0))
-    start_from(model, runs["module"])
-    assert torch.equal(model.head.weight, load_model(runs["module"] / MODEL).head.weight)
-    assert model.config.context == 8
-    for changes, here, there in (
-        ({"width": 32, "bias": False}, "width 32", "16"),
-        ({"vocab_size": 300}, "vocab_size 300", "256"),
-        ({"tie_head": True}, "tie_head True", "False"),
-        ({"norm": "layer"}, "norm layer", "rms"),
-    ):
-        other = Transformer(ModelConfig(**{"width": 16, "depth": 1, "heads": 2, "context": 16, **changes}))
-        with pytest.raises(ValueError, match=f"weights must be of a model with {here}, got .* with {there}$"):
-            start_from(other, runs["module"])

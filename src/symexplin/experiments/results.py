@@ -86,13 +86,9 @@ def comparisons(file: Path, key: Callable[[Mapping[str, str]], K]) -> dict[K, Co
     return {name: compared(name) for name in runs}
 
 
-def config_hash(config: Mapping[str, Any], weights: str | None = None) -> str:
-    """Return 16 hexadecimal digits of the SHA-256 of a run's configuration as canonical JSON, without paths and logs.
-
-    `weights` is the digest of the weights that it starts from, in place of their path.
-    """
+def config_hash(config: Mapping[str, Any]) -> str:
+    """Return 16 hexadecimal digits of the SHA-256 of a run's configuration as canonical JSON, without path and log."""
     kept = {key: value for key, value in config.items() if key not in ("data", "log")}
-    kept["train"] = {**config.get("train", {}), "weights": weights}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
@@ -110,7 +106,7 @@ def _row(folder: Path) -> dict[str, Any]:
         "stage": "confirm" if train["seed"] in load_toml(panel / GRID)["compare"]["confirm_seeds"] else "sweep",
         "steps": train["steps"],
         "tokens": train["steps"] * train["batch_size"] * config["model"]["context"],
-        "config_hash": config_hash(config, facts.get("weights")),
+        "config_hash": config_hash(config),
         "data": facts["data"],
         "commit": place["commit"],
         "machine": place["processor"],

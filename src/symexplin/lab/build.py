@@ -14,7 +14,6 @@ from symexplin.lab.config import RunConfig
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks
-from symexplin.lab.weights import start_from
 from symexplin.optim.shard import is_dtensor, local, shard_of, whole
 from symexplin.routes import by_name, matching
 
@@ -80,10 +79,8 @@ def build_model(config: RunConfig, device: str | None = None) -> Transformer:
     """
     if device == "meta":
         return _build_meta(config)
-    train, curve = config.train, map_of(config.sel, config.model.width)
-    model = Transformer(config.model, torch.Generator().manual_seed(train.seed))
-    if train.weights is not None:
-        start_from(model, train.weights)
+    curve = map_of(config.sel, config.model.width)
+    model = Transformer(config.model, torch.Generator().manual_seed(config.train.seed))
     _set_memory(model, config)
     place = device or config.compute.device
     if place != "auto":
@@ -110,7 +107,7 @@ def _build_sharded(config: RunConfig, ranks: Ranks) -> Transformer:
 
     No process has more than one whole tensor at a time; raw weights of the module home are computed from a whole model.
     """
-    curve, train = map_of(config.sel, config.model.width), config.train
+    curve = map_of(config.sel, config.model.width)
     if config.sel.home == "module":
         model = build_model(config, device="cpu")
         _shard(model, ranks, config.compute.device)
@@ -120,9 +117,7 @@ def _build_sharded(config: RunConfig, ranks: Ranks) -> Transformer:
     model.to_empty(device=config.compute.device)
     model.reset_buffers()
     with _WholeDraws():  # type: ignore[no-untyped-call]
-        model.reset_parameters(torch.Generator().manual_seed(train.seed))
-    if train.weights is not None:
-        start_from(model, train.weights)
+        model.reset_parameters(torch.Generator().manual_seed(config.train.seed))
     if curve is not None and config.sel.starts_as == "mismatched":
         _mismatch_parts(model, curve, config.sel.start_exclude)
     _freeze(model, config)

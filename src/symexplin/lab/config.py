@@ -167,8 +167,6 @@ class TrainConfig(Schema):
         frozen: patterns of parameters that keep their first values, such as "blocks.*.bias". They are not curved.
         betas: decay rates of AdamW's moments.
         max_grad_norm: global norm to which gradients are clipped.
-        weights: plain weights to start from, of a model of this shape: a run's folder, one of its checkpoints, or a
-            model.safetensors. Default: random weights.
         eval_every: steps between evaluations. The start and the end are always evaluated.
         eval_batches: batches per evaluation.
         seed: seed of the initial weights and of the data order.
@@ -187,7 +185,6 @@ class TrainConfig(Schema):
     frozen: tuple[str, ...] = ()
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     max_grad_norm: Positive = 1.0
-    weights: str | None = None
     eval_every: Count = 25
     eval_batches: Count = 8
     seed: Whole = 0
@@ -345,9 +342,9 @@ def resolve(config: RunConfig, vocab_size: int, processes: int = 1) -> RunConfig
         chunk = 0 if rows * config.model.context <= most else most
     return dataclasses.replace(
         config,
-        data=str(absolute(config.data)),
+        data=absolute(config.data),
         model=dataclasses.replace(config.model, vocab_size=vocab_size),
-        train=dataclasses.replace(train, decay=config.decays, weights=absolute(train.weights)),
+        train=dataclasses.replace(train, decay=config.decays),
         sel=dataclasses.replace(
             config.sel,
             start=None if curve is None else config.sel.starts_as,
@@ -364,9 +361,9 @@ def resolve(config: RunConfig, vocab_size: int, processes: int = 1) -> RunConfig
     )
 
 
-def absolute(path: str | None) -> str | None:
+def absolute(path: str) -> str:
     """Return an absolute path: the run may be resumed from another working directory."""
-    return None if path is None else str(Path(path).resolve())
+    return str(Path(path).resolve())
 
 
 def _device(name: str) -> "torch.device":

@@ -29,8 +29,8 @@ LOCK = ".lock"
 CONFIG, RESULT, TOKENIZER, FACTS = "config.toml", "result.json", "tokenizer.json", "run.json"
 METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
 
-# A resumed folder may have other values of these keys: paths (digests guard what lies there), logging, the machine.
-_FREE = ("data", "train.weights", "log.")
+# A resumed folder may have other values of these keys: the data's path (its digest is compared), logging, the machine.
+_FREE = ("data", "log.")
 _MACHINE = "compute."
 
 
@@ -99,7 +99,7 @@ def saved_config(schema: type[T], file: Path) -> T:
 def check_resumable(folder: Path, kind: str, saved: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Raise ValueError unless a folder was written with the same configuration; return what differs in the machine.
 
-    Paths and logging may differ. Differences of the machine (the table [compute]) change the rounding alone.
+    The data's path and logging may differ. Differences of the machine (the table [compute]) change the rounding alone.
     """
     changed = {
         key: f"{key} was {old!r}, is {now!r} now"

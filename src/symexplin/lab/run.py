@@ -40,9 +40,9 @@ from symexplin.lab.process import Stopped, StopSignals
 from symexplin.lab.provenance import memory, provenance
 from symexplin.lab.settings import dump_toml, lines, to_table
 from symexplin.lab.train import NonFiniteError, Trainer
-from symexplin.lab.weights import MODEL, digest_of, save_model
+from symexplin.lab.weights import MODEL, save_model
 
-__all__ = ["MODEL", "check_inputs", "evaluations", "train"]
+__all__ = ["MODEL", "check_data", "evaluations", "train"]
 
 Echo = Callable[[str], None]
 
@@ -126,7 +126,7 @@ def _check_folder(
     check_unused(folder / FACTS, f"a run{failed}", resume)
     facts = read_facts(folder)
     changed = check_resumable(folder, "run", facts["config"], to_table(config))
-    check_inputs(folder, facts, config, corpus)
+    check_data(folder, facts, config, corpus)
     if (began := facts["provenance"].get("processes", 1)) != ranks.size:
         changed.append(f"processes were {began}, are {ranks.size} now")
     if changed:
@@ -134,31 +134,17 @@ def _check_folder(
     return result if "loss" in result and (folder / MODEL).exists() else None
 
 
-def check_inputs(
-    folder: Path,
-    facts: Mapping[str, Any],
-    config: RunConfig,
-    corpus: Corpus,
-    digest: Callable[[str], str] = digest_of,
-) -> None:
-    """Raise ValueError unless the run with these facts has the same tokens and started from the same weights.
-
-    Both may have moved. `digest` returns the digest of the weights at a path.
-    """
+def check_data(folder: Path, facts: Mapping[str, Any], config: RunConfig, corpus: Corpus) -> None:
+    """Raise ValueError unless the run with these facts has the same tokens, which may have moved."""
     if facts["data"] != corpus.fingerprint:
         raise ValueError(f"data must have the tokens of the run in {str(folder)!r}, got {config.data!r} with others")
-    weights = config.train.weights
-    if facts.get("weights") != (None if weights is None else digest(weights)):
-        raise ValueError(f"weights must be those that the run in {str(folder)!r} started from, got {weights!r}")
 
 
 def _write_first(folder: Path, config: RunConfig, corpus: Corpus, ranks: Ranks) -> None:
     """Write the files that a run starts with; run.json is the first one and stays as it was."""
-    weights = config.train.weights
     if not (folder / FACTS).exists():
         facts = {
             "data": corpus.fingerprint,
-            **({} if weights is None else {"weights": digest_of(weights)}),
             "model": dataclasses.asdict(config.model),
             "tokenizer": {"name": corpus.tokenizer.name, "end_token": corpus.tokenizer.end_token},
             "config": to_table(config),

@@ -35,9 +35,9 @@ from symexplin.lab.parallel import Ranks, placed
 from symexplin.modules import convert, fold
 
 __all__ = [
-    *("MODEL", "OPTIMIZER", "Trained", "digest_of", "find_weights", "is_raw", "iter_tensors"),
+    *("MODEL", "OPTIMIZER", "Trained", "find_weights", "is_raw", "iter_tensors"),
     *("load_model", "load_optimizer", "load_trained", "load_weights", "map_entry", "read_map"),
-    *("save_model", "save_sharded", "split_optimizer", "start_from", "write_tensors"),
+    *("save_model", "save_sharded", "split_optimizer", "write_tensors"),
 ]
 
 MODEL, OPTIMIZER, _INDEX = "model.safetensors", "optimizer.safetensors", "model.safetensors.index.json"
@@ -233,15 +233,14 @@ def load_trained(path: str | Path, echo: Echo = warnings.warn) -> Trained:
     return Trained(load_model(file), Tokenizer.load(place / TOKENIZER, **options), read_map(file))
 
 
-def find_weights(path: str | Path, name: str = "model", echo: Echo = warnings.warn) -> Path:
+def find_weights(path: str | Path, echo: Echo = warnings.warn) -> Path:
     """Return the file with the final weights of a run, else that of its newest intact checkpoint.
 
     It is the checkpoint itself if this has parts of tensors. `path` may also be a checkpoint or a safetensors file.
-    Messages call it `name`.
     """
     path = Path(path)
     if not path.exists():
-        wanted = f"{name} must be the folder of a run or a model's file"
+        wanted = "model must be the folder of a run or a model's file"
         raise FileNotFoundError(f"{wanted}, got {str(path)!r}, which does not exist")
     if not path.is_dir():
         return path
@@ -252,7 +251,7 @@ def find_weights(path: str | Path, name: str = "model", echo: Echo = warnings.wa
         return path / MODEL
     intact = newest_intact(path, echo)
     if intact is None:
-        raise ValueError(f"{name} must be a run with weights or a model's file, got {str(path)!r} without weights")
+        raise ValueError(f"model must be a run with weights or a model's file, got {str(path)!r} without weights")
     return _in_checkpoint(intact[0])
 
 
@@ -268,28 +267,6 @@ def _is_damaged(run: Path, echo: Echo) -> bool:
     if damaged:
         echo(f"warning: {run / MODEL} is damaged, it does not match its digest: taking the newest checkpoint instead")
     return damaged
-
-
-def start_from(model: Transformer, path: str | Path) -> None:
-    """Load the weights at `path` into a plain model of the same shape, whole or sharded; the context may differ."""
-    with naming("weights"):
-        file = find_weights(path, "weights")
-        there, here = (dataclasses.asdict(config) for config in (_model_config(file), model.config))
-    for key in here:
-        if there[key] != here[key] and key not in ("context", "init", "qk_gain", "embedding_std", "harness"):
-            raise ValueError(f"weights must be of a model with {key} {here[key]}, got {str(path)!r} with {there[key]}")
-    with naming("weights"):
-        if not any(is_raw(name) for name, _ in iter_tensors(file)):
-            load_weights(model, file)
-            return
-        own, source = model.state_dict(), load_model(file)
-        model.load_state_dict({name: placed(tensor, own[name]) for name, tensor in source.state_dict().items()})
-
-
-def digest_of(path: str | Path) -> str:
-    """Return the SHA-256 of the weights that a run starts from; `path` is that of :func:`start_from`."""
-    file = find_weights(path, "weights")
-    return file_digest(file / STATE if file.is_dir() else file)
 
 
 # --- The state of an optimizer ----------------------------------------------------------------------------------------

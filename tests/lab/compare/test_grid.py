@@ -107,7 +107,7 @@ def test_every_key_that_a_variant_is_offered_is_in_the_help_and_accepted(table, 
     assert keys in " ".join(CompareConfig.__doc__.split())
     for key in keys.split(", "):
         default = getattr(schema(), key)
-        value = {"warmup_steps": 3, "weights": "folder", "decay": "matrices"}.get(key, default)
+        value = {"warmup_steps": 3, "decay": "matrices"}.get(key, default)
         assert getattr(getattr(own(key, value).example("mine"), table), key) == value
 
 

@@ -98,13 +98,13 @@ def test_a_mistake_is_found_before_the_first_run_or_by_it(finished, data, tmp_pa
         with pytest.raises(ValueError, match=message):
             compared(dataclasses.replace(tiny(data), **changes), tmp_path / "new" / "out")
     assert not list(tmp_path.iterdir())
-    own = {"on": {"home": "none", "train": {"weights": str(finished[0] / "runs" / NAMES[0])}}}
-    wider, grid = ModelConfig(32, 1, 2, context=16), GridConfig(("on", "AdamW"), baseline="AdamW")
+    own = {"on": {"home": "none", "train": {"frozen": ["*.nothing"]}}}
+    grid = GridConfig(("on", "AdamW"), baseline="AdamW")
     with pytest.raises(
         ChildProcessError,
-        match=r"^1/6 on lr 0\.0015 seed 0: weights must be of a model with width 32[^;]*; correct that and --resume$",
+        match=r"^1/6 on lr 0\.0015 seed 0: frozen pattern '\*\.nothing' matches no[^;]*; correct that and --resume$",
     ):
-        compared(dataclasses.replace(tiny(data), model=wider, variant=own, compare=grid), tmp_path / "out")
+        compared(dataclasses.replace(tiny(data), variant=own, compare=grid), tmp_path / "out")
     folder = shutil.copytree(finished[0], tmp_path / "copy")
     with pytest.raises(ValueError, match=r"another configuration.* train\.steps was 6, is 7 now"):
         compared(tiny(data, steps=7), folder, resume=True)
@@ -137,35 +137,20 @@ def test_killed_in_the_second_stage_it_goes_on_to_the_same_bits(finished, data, 
 
 
 @pytest.mark.usefixtures("in_process")
-def test_variants_may_have_weights_and_training_of_their_own(finished, data, tmp_path, monkeypatch):
-    """Weights lie where they did from whatever folder it resumes; others are refused, even if all runs have ended."""
-    first = finished[1].runs[2]
-    base = shutil.copytree(finished[0] / "runs" / NAMES[2], tmp_path / "base")
-    other = shutil.copytree(finished[0] / "runs" / NAMES[3], tmp_path / "other")
-
-    def config(weights):
-        own = {
-            "on": {"home": "none", "train": {"weights": weights}},
-            "decayed": {"home": "none", "train": {"weight_decay": 0.5}},
-        }
-        grid = GridConfig(("AdamW", "on", "decayed"), (1e-3,), (3,), confirm_seeds=(4,))
-        return dataclasses.replace(tiny(data), variant=own, compare=grid)
-
+def test_variants_may_have_training_of_their_own_and_resume_from_any_folder(data, tmp_path, monkeypatch):
+    own = {"decayed": {"home": "none", "train": {"weight_decay": 0.5}}}
+    grid = GridConfig(("AdamW", "decayed"), (1e-3,), (3,), confirm_seeds=(4,))
+    shutil.copytree(data, tmp_path / "data")
+    (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    comparison = compared(config("base"), "out")
+    comparison = compared(dataclasses.replace(tiny("data"), variant=own, compare=grid), "out")
     curves = {(run.variant, run.seed): run.curve for run in comparison.runs}
-    assert curves["on", 3][0][1] == curves["on", 4][0][1] == pytest.approx(first.loss, rel=1e-6)
-    assert curves["decayed", 3][0] == curves["AdamW", 3][0]
-    assert curves["decayed", 3][-1] != curves["AdamW", 3][-1]
-    assert load_toml("out/compare.toml")["variant"]["on"]["train"]["weights"] == str(base)
-    monkeypatch.chdir(finished[0])
+    for seed in (3, 4):
+        assert curves["decayed", seed][0] == curves["AdamW", seed][0]
+        assert curves["decayed", seed][-1] != curves["AdamW", seed][-1]
+    monkeypatch.chdir(tmp_path / "elsewhere")
     again = compared(configured(tmp_path / "out", resume=True), tmp_path / "out", resume=True)
     assert again.runs == comparison.runs
-    with pytest.raises(ValueError, match=r"weights must be those that the run in .* started from, got .*other'"):
-        compared(config(str(other)), tmp_path / "out", resume=True)
-    base.rename(tmp_path / "moved")
-    moved = compared(config(str(tmp_path / "moved")), tmp_path / "out", resume=True)
-    assert moved.runs == comparison.runs
 
 
 def task_of(config, out):

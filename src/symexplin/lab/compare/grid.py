@@ -41,10 +41,7 @@ LABELS = {"paper": "the paper's method", "paper-init": "the paper's method with 
 _SHARED = "anneal_steps"
 # Keys of the run that a variant may change: those that leave data, steps and cost the same.
 _CHANGES: dict[str, tuple[str, ...]] = {
-    "train": (
-        *("lr_factors", "weight_decay", "decay", "frozen", "betas"),
-        *("max_grad_norm", "warmup_steps", "floor", "weights"),
-    ),
+    "train": ("lr_factors", "weight_decay", "decay", "frozen", "betas", "max_grad_norm", "warmup_steps", "floor"),
     "model": ("init", "qk_gain"),
 }
 
@@ -168,7 +165,7 @@ class CompareConfig(RunConfig):
     Args:
         data: a folder made by `symexplin prepare`; or give --command, for runs of your own program.
         variant: variants of your own, a [variant.NAME] table each, with keys of [sel]. [variant.NAME.train] may change
-            lr_factors, weight_decay, decay, frozen, betas, max_grad_norm, warmup_steps, floor, weights;
+            lr_factors, weight_decay, decay, frozen, betas, max_grad_norm, warmup_steps, floor;
             [variant.NAME.model] init, qk_gain.
     """
 

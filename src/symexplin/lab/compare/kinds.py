@@ -21,9 +21,8 @@ from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.folders import FACTS, RESULT, check_resumable, read_facts, saved_config
 from symexplin.lab.maps import map_of
 from symexplin.lab.provenance import provenance
-from symexplin.lab.run import check_inputs
+from symexplin.lab.run import check_data
 from symexplin.lab.settings import Schema, differences, dump_toml, from_table, load_toml, merge, to_table
-from symexplin.lab.weights import digest_of
 
 __all__ = ["Command", "CommandConfig", "Laboratory", "configured", "kind_of"]
 
@@ -98,7 +97,7 @@ class Laboratory:
 
     def begin(self, folder: Path) -> str:
         """Return the first line of the log; raise ValueError if the runs in the folder are of other settings."""
-        digest, corpus, grid = functools.cache(digest_of), self._corpus, self.grid
+        corpus, grid = self._corpus, self.grid
         for place in itertools.product(grid.variants, grid.lrs, (*grid.seeds, *grid.confirm_seeds)):
             run = folder / RUNS / Cell(*place).name
             if (run / FACTS).exists():
@@ -111,7 +110,7 @@ class Laboratory:
                 on_cpu = dataclasses.replace(config.compute, device="cpu")  # which every machine has
                 resolved = resolve(dataclasses.replace(config, compute=on_cpu), corpus.vocab_size)
                 check_resumable(run, "run", facts["config"], to_table(resolved))
-                check_inputs(run, facts, config, corpus, digest)
+                check_data(run, facts, config, corpus)
         tokens = f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out"
         return f"{tokens}, {self._config.train.steps:,} steps a run{self._note}"
 
@@ -166,18 +165,7 @@ def _with_machine(config: CompareConfig) -> CompareConfig:
         compute = dataclasses.replace(compute, device=device, threads=compute.threads or cluster.cpus)
     elif (jobs := grid.jobs or 1) > 1:
         compute = dataclasses.replace(compute, threads=compute.threads or threads_each(jobs))
-    variants = config.variant
-    for name, table in variants.items():
-        if weights := table.get("train", {}).get("weights"):
-            variants = merge(variants, {name: {"train": {"weights": absolute(weights)}}})
-    return dataclasses.replace(
-        config,
-        data=str(absolute(config.data)),
-        train=dataclasses.replace(config.train, weights=absolute(config.train.weights)),
-        compute=compute,
-        cluster=cluster,
-        variant=variants,
-    )
+    return dataclasses.replace(config, data=absolute(config.data), compute=compute, cluster=cluster)
 
 
 def _map(config: CompareConfig, variant: str) -> dict[str, Any] | None:
