@@ -27,7 +27,7 @@ from quotes import NO_BIAS, ONE_LAYER_NORM, TWELVE, TWELVE_INIT, TWELVE_LAYER, W
 
 from symexplin.lab.compare.comparison import Comparison, Row
 from symexplin.lab.compare.grid import LABELS
-from symexplin.lab.compare.interval import BETTER, NO_DIFFERENCE, NOT_RESOLVED, TOO_FEW, WORSE
+from symexplin.lab.compare.interval import BETTER, CHOSE, EQUAL, NO_DIFFERENCE, NOT_RESOLVED, TOO_FEW, WORSE
 from symexplin.lab.report.charts import COLORS, GUIDE, STYLE, UNDATED, draw_sweep, sheet, styles
 
 ROOT = Path(__file__).parents[1]
@@ -79,7 +79,7 @@ class Group:
         for variant, compared in self.variants:
             verdict, cell = self.cell(variant, compared)
             by_verdict.setdefault(verdict, []).append(cell)
-        for verdict in (BETTER, NOT_RESOLVED, NO_DIFFERENCE, WORSE, TOO_FEW, DIVERGED):
+        for verdict in (BETTER, NOT_RESOLVED, NO_DIFFERENCE, WORSE, EQUAL, TOO_FEW, CHOSE, DIVERGED):
             if cells := by_verdict.get(verdict):
                 yield f"| {title} | {verdict} | {'<br>'.join(cells)} |"
                 title = "..."

@@ -9,6 +9,8 @@ import pytest
 
 from symexplin import cli
 from symexplin.lab.compare import sweep
+from symexplin.lab.compare.launch import EXAMPLE
+from symexplin.lab.files import write_json
 
 __all__ = ["executed", "in_process"]
 
@@ -30,6 +32,7 @@ def _status(words):
 def _execute(tasks, _out, _grid, echo):
     while tasks:
         task, said = tasks.popleft(), io.StringIO()
+        task.begin()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             status = _status(task.command)
         lines = said.getvalue().splitlines()
@@ -37,7 +40,11 @@ def _execute(tasks, _out, _grid, echo):
             if line.startswith("train: "):
                 echo(f"{task.label}{line.removeprefix('train')}")
         last = (lines or ["no output"])[-1].removeprefix("symexplin: error: ")
-        yield task, None if task.result.exists() else last if status else f"ended without result.json: {last}"
+        if task.has_result(status):
+            write_json(task.file(".json"), {})
+            yield task, None
+        else:
+            yield task, last if status else f"it ended without {str(task.result)!r}, such as {EXAMPLE}: {last}"
 
 
 @contextlib.contextmanager

@@ -1,33 +1,50 @@
 """Folders of comparisons and tables whose losses are plain numbers, for the tests of what reads them."""
 
 import json
+import statistics
 from pathlib import Path
 
 import symexplin as sel
 from symexplin.experiments.tables import PANELS, TABLE, load_table
 from symexplin.lab.compare.comparison import Comparison, Run
+from symexplin.lab.compare.interval import ENOUGH_SEEDS
 from symexplin.lab.files import write_json
 
 __all__ = ["comparison", "panel_folder", "table_folder"]
 
 STEPS = (0, 25, 50, 75, 100)
+CHOSE = 99  # the seed that chooses between learning rates
 
 
-def panel_folder(folder, variants, loss, lrs=(0.001, 0.01), seeds=(0, 1, 2), curve=None, stats=None, **facts):
+def panel_folder(folder, variants, loss, lrs=(0.001, 0.01), seeds=(0, 1, 2), curve=None, stats=None, judged=False, **facts):
     """Write the comparison.json of runs and return the comparison.
 
     Args:
         loss: (variant, lr, seed) -> final loss, None for a run that did not stay finite.
         curve: (variant, lr, seed) -> [(step, loss)], instead of one that falls to the final loss.
         stats: (variant, lr, seed) -> figures of the last evaluation, written where a run has them.
+        judged: with several rates all seeds judge: another one chooses, whose losses are the means over them.
         facts: those of the comparison to add or to replace, or its `unit`, `labels` and `maps` of curved variants.
     """
-    runs = []
+    runs, seeds = [], tuple(seeds)
+    enough = len(seeds) >= ENOUGH_SEEDS
+    if judged and len(lrs) > 1 and enough and "confirm_seeds" not in facts:
+        judges, seeds, facts = seeds, (*seeds, CHOSE), {**facts, "confirm_seeds": seeds}
+
+        def each(variant, lr, seed, loss=loss):
+            if seed != CHOSE:
+                return loss(variant, lr, seed)
+            ends = [loss(variant, lr, judge) for judge in judges]
+            return None if None in ends else statistics.fmean(ends)
+
+        loss = each
     for cell in ((variant, lr, seed) for variant in variants for lr in lrs for seed in seeds):
         end = loss(*cell)
         if end is None:
             runs.append(Run(*cell, ((0, 5.0),), 0.0, 0.0, "step 3: loss is nan"))
             continue
+        if enough and cell[0] != variants[0]:  # equal differences have no verdict
+            end += 1e-8 * (cell[2] % 3)
         points = curve(*cell) if curve else [(step, end + 3.0 * (1 - step / STEPS[-1])) for step in STEPS]
         runs.append(Run(*cell, tuple(points), 12.0, 2000.0))
     own = {key: facts.pop(key) for key in ("unit", "labels", "confirm_seeds") if key in facts}
@@ -83,6 +100,6 @@ def table_folder(out, name, loss, scale="mini", missing=(), **changes):
     for panel in table.panels:
         if panel.name not in missing:
             folder = out / PANELS / panel.name
-            panel_folder(folder, list(table.labels), loss, config=panel.config.table(), labels=table.labels, **changes)
+            panel_folder(folder, list(table.labels), loss, config=panel.config.table(), labels=table.labels, judged=True, **changes)
             (folder / "report.html").write_text("")
     return out

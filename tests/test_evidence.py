@@ -11,6 +11,7 @@ import pytest
 from quotes import PAGES, stale
 
 from scripts import load
+from symexplin.lab.compare.interval import CHOSE
 
 ROOT = Path(__file__).parents[1]
 pytest.importorskip("scipy")
@@ -50,7 +51,7 @@ def test_rows_say_the_setting_who_chose_the_rates_and_the_verdict(evidence, tmp_
     def read(*confirm):
         lines = ["table,panel,variant,lr,seed,stage,data,steps,commit,final_loss"]
         for seed in range(3):
-            losses = {"AdamW": 1.0, "better": 0.9 + 0.001 * seed, "apart": 1.1 + 0.1 * seed, "diverged": ""}
+            losses = {"AdamW": 1.0, "better": 0.5 + 0.001 * seed, "apart": 1.1 + 0.1 * seed, "diverged": ""}
             stage = "confirm" if seed in confirm else "sweep"
             lines += [f"t,p,{name},0.2,{seed},{stage},c9b75369,600,abcdef0,{loss}" for name, loss in losses.items()]
             if seed not in confirm:
@@ -58,17 +59,19 @@ def test_rows_say_the_setting_who_chose_the_rates_and_the_verdict(evidence, tmp_
         path.write_text("\n".join(lines) + "\n")
         return evidence.experiments(path)
 
-    (group,) = evidence.groups(read())
+    (group,) = evidence.groups(read(0, 1, 2))
     title = "**p, 600 steps, Python sources**<br>AdamW, 0.2: 1.0000<br>3 seeds (abcdef0)"
     assert list(group.rows()) == [
-        f"| {title} | better | better, 0.2: -0.0990 ± 0.0057 |",
-        "| ... | not resolved | apart, 0.2: +0.2000 ± 0.5730, all 3 seeds are higher |",
+        f"| {title} | better | better, 0.2: -0.4990 ± 0.2626 |",
+        "| ... | not resolved | apart, 0.2: +0.2000 ± 0.8134, all 3 seeds are higher |",
         "| ... | diverged | diverged |",
     ]
+    (group,) = evidence.groups(read())
+    assert [row.split(" | ")[1] for row in group.rows()] == [CHOSE, "diverged"]
     (group,) = evidence.groups(read(1, 2))
     title = title.replace("3 seeds", "2 seeds, rates by 0")
     assert list(group.rows()) == [
-        f"| {title} | too few seeds | better, 0.2: -0.0985<br>apart, 0.2: +0.2500 |",
+        f"| {title} | too few seeds | better, 0.2: -0.4985<br>apart, 0.2: +0.2500 |",
         "| ... | diverged | diverged |",
     ]
 

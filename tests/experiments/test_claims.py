@@ -20,7 +20,7 @@ def panel(folder, loss, name="p", stands_for="1x1", variants=("A", "B"), lrs=(0.
         value = loss[variant, lr] if (variant, lr) in loss else loss[variant]
         return value[seed] if isinstance(value, list) else value
 
-    return PanelResult(name, stands_for, panel_folder(folder / name, list(variants), one, lrs=lrs, **more))
+    return PanelResult(name, stands_for, panel_folder(folder / name, list(variants), one, lrs=lrs, judged=True, **more))
 
 
 def unfinished(name, stands_for):
@@ -55,7 +55,7 @@ def test_a_claim_is_judged_at_own_best_rates_and_the_shared_rate_stands_beside(t
     same = claim("same", measure="most_apart", bound=1e-3)
     only = verdict(panel(tmp_path, loss, "q", lrs=(0.001, 0.01)), same).panels[0]
     assert only.shared == only.best
-    assert (only.best.verdict, only.best.interval.mean) == (HELD, pytest.approx(1e-5))
+    assert (only.best.verdict, only.best.interval.mean) == (HELD, pytest.approx(1e-5, rel=1e-2))
 
 
 A = [2.0, 2.1, 2.2]
@@ -165,7 +165,7 @@ def test_what_one_scale_alone_can_test_is_no_test_elsewhere(tmp_path):
 
 def test_scales_are_read_from_the_runs(tmp_path):
     def stats(_, __, seed):
-        return {"e/mean": 1.3 + 0.01 * seed, "l/mean": 0.25 * (0.6 + 0.01 * seed), "kappa/mean": 0.25 * 7.5 * 0.98}
+        return {"e/mean": 1.3 + 0.01 * seed, "l/mean": 0.25 * (0.6 + 0.01 * seed), "kappa/mean": 0.25 * 7.5 * (0.97 + 0.01 * seed)}
 
     maps = {"B": sel.preset("paper").resolve(64).to_dict()}  # beta and l are a quarter of those at 1024
     found = panel(tmp_path, {"A": 2.0, "B": 2.0}, maps=maps, stats=stats)
@@ -198,8 +198,8 @@ def test_what_has_no_numbers_is_no_test_but_for_a_variant_that_diverges_alone(tm
     [
         ([0.1, 0.1, 0.1], [0.21, 0.23, 0.21], HELD),
         ([0.1, 0.1, 0.1], [0.1, 0.0, 0.3], NO_DIFFERENCE),
-        ([0.1, 0.1, 0.1], [0.05, 0.05, 0.05], DID_NOT),
-        ([-0.2, -0.2, -0.2], [-0.1, -0.1, -0.1], DID_NOT),  # a smaller loss is no gain
+        ([0.1, 0.1, 0.1], [0.05, 0.05, 0.051], DID_NOT),
+        ([-0.2, -0.2, -0.2], [-0.1, -0.1, -0.101], DID_NOT),  # a smaller loss is no gain
         ([0.1], [0.2], AGREES),
         ([-0.2], [-0.1], DISAGREES),
         ([0.1, 0.1, 0.1], [0.2], UNTESTED),  # of other seeds

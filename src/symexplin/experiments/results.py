@@ -80,7 +80,8 @@ def comparisons(file: Path, key: Callable[[Mapping[str, str]], K]) -> dict[K, Co
 
     def compared(name: K) -> Comparison:
         own = tuple(runs[name])
-        confirm = dict.fromkeys(run.seed for run in own if run.seed not in chose[name])
+        first = chose.get(name) or {run.seed for run in own}  # rows of a second stage alone are compared as they are
+        confirm = dict.fromkeys(run.seed for run in own if run.seed not in first)
         return Comparison(own, BASELINE if BASELINE in {run.variant for run in own} else own[0].variant, tuple(confirm))
 
     return {name: compared(name) for name in runs}

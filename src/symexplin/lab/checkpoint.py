@@ -114,18 +114,30 @@ def _publish(final: Path, state: State, known: Digests) -> None:
 
 
 def load_checkpoint(path: Path, ranks: Ranks = ALONE) -> State:
-    """Return the plain values of a checkpoint after a check of all its files, of which each process reads its share."""
+    """Return the plain values of a checkpoint after a check of all its files, of which each process reads its share.
+
+    Raises:
+        ValueError: it is damaged, in all processes.
+        OSError: a file cannot be read, which is no damage.
+    """
+    with ranks.together():
+        state, damage = _checked(path, ranks)
+    if told := [each for each in ranks.gather(damage) if each is not None]:
+        raise ValueError(f"checkpoint {path} is damaged: {told[0]}")
+    return state
+
+
+def _checked(path: Path, ranks: Ranks) -> tuple[State, str | None]:
+    """Return the plain values of a checkpoint, and what is wrong with this process's share of its files."""
     try:
         content = read_json(path / STATE)
         state: State = content["state"]
         bad = [STATE] if content["sha256"] != _sha256(state) else []
         share = list(state["files"].items())[ranks.rank :: ranks.size]
         bad += [name for name, digest in share if file_digest(path / name) != digest]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"checkpoint {path} is damaged: {error}") from None
-    if bad:
-        raise ValueError(f"checkpoint {path} is damaged: {bad[0]} does not match its digest")
-    return state
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+        return {}, str(error)
+    return state, f"{bad[0]} does not match its digest" if bad else None
 
 
 def newest_intact(folder: Path, echo: Echo, ranks: Ranks = ALONE) -> tuple[Path, State] | None:
@@ -133,12 +145,10 @@ def newest_intact(folder: Path, echo: Echo, ranks: Ranks = ALONE) -> tuple[Path,
     paths = ranks.from_first(lambda: newest(folder))
     for path in paths:
         try:
-            with ranks.together():
-                state = load_checkpoint(path, ranks)
-            return path, state
+            return path, load_checkpoint(path, ranks)
         except ValueError as error:
-            if not path.exists():  # the run has replaced it meanwhile
-                return newest_intact(folder, echo)
+            if not ranks.from_first(path.exists):  # the run has replaced it meanwhile
+                return newest_intact(folder, echo, ranks)
             echo(f"warning: {error}; trying the one before it")
     if paths:
         place = str(folder / CHECKPOINTS)

@@ -8,7 +8,7 @@ import threading
 from types import FrameType
 from typing import Any, Self
 
-__all__ = ["StopSignals", "Stopped", "end_with_parent", "launch"]
+__all__ = ["StopSignals", "Stopped", "end_with_parent", "launch", "signal_name"]
 
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 # Windows has no SIGHUP, the signal of a closed terminal.
@@ -23,11 +23,23 @@ def launch() -> tuple[int, int]:
     return (int(rank), int(size)) if int(size) > 1 else (0, 1)
 
 
+def signal_name(number: int) -> str:
+    """Return the name of a signal; those for programs' own use have only numbers.
+
+    >>> signal_name(15), signal_name(40)
+    ('SIGTERM', 'signal 40')
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 class Stopped(Exception):  # noqa: N818 (it is no error)
     """A run was stopped by `signal`, and has saved a checkpoint."""
 
     def __init__(self, number: int, message: str) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name} {message}")
+        super().__init__(f"stopped by {signal_name(number)} {message}")
         self.signal = number
 
 

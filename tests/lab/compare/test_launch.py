@@ -13,7 +13,7 @@ import pytest
 
 from symexplin.lab.compare import launch
 from symexplin.lab.compare.grid import ClusterConfig, GridConfig
-from symexplin.lab.compare.launch import SlurmJob, Task, check_executor, execute, has_ended
+from symexplin.lab.compare.launch import EXAMPLE, SlurmJob, Task, check_executor, execute, has_ended
 from symexplin.lab.process import Stopped
 
 ENDS = "import pathlib; print('train: step 1'); pathlib.Path('{}', 'result.json').touch()"
@@ -58,15 +58,13 @@ def tasks(out, **codes):
 def test_runs_end_side_by_side_and_a_failing_one_gives_its_last_lines(tmp_path):
     lines = []
     own_error = "import sys; sys.exit('symexplin: error: lr must be small')"
-    work = tasks(tmp_path, a=ENDS, b=FAILS, c="pass", d=own_error, e=own_error)
-    work[-1] = work[-1]._replace(once=True)  # a run of the laboratory
+    work = tasks(tmp_path, a=ENDS, b=FAILS, c="pass", d=own_error)
     log = tmp_path / "processes"
     assert run(work, tmp_path, 2, lines.append) == {
         "a": None,
         "b": f"its command failed with status 1: two / three / four (see {log / 'b.log'})",
-        "c": f"ended without result.json: no output (see {log / 'c.log'})",
+        "c": f"it ended without {str(work[2].result)!r}, such as {EXAMPLE}: no output (see {log / 'c.log'})",
         "d": f"its command failed with status 1: lr must be small (see {log / 'd.log'})",
-        "e": f"lr must be small (see {log / 'e.log'})",
     }
     assert lines == ["a: step 1"]
     assert 0 < json.loads((log / "a.json").read_text())["seconds"] < 60
@@ -94,20 +92,18 @@ def ended(work):
     return [has_ended(task.folder) for task in work]
 
 
-def test_a_result_does_not_count_unless_its_process_ended_with_status_0_or_writes_it_once(tmp_path):
+def test_a_result_does_not_count_unless_its_process_ended_with_status_0_or_it_is_an_error(tmp_path):
     """A program may write its result at each evaluation."""
     early = "import pathlib, sys; pathlib.Path('{}', 'result.json').touch(); print('train: begun', flush=True); "
-    work = tasks(tmp_path, a=early, b=early + "sys.exit('three')", c=early + "sys.exit('three')")
-    work[2] = work[2]._replace(once=True)
+    diverged = early.replace("touch()", "write_text('{\"error\": \"nan\"}')")
+    work = tasks(tmp_path, a=early, b=early + "sys.exit('three')", c=diverged + "sys.exit('three')")
     log = work[1].file(".log")
     said = f"its command failed with status 1 after it wrote result.json: train: begun / three (see {log})"
     assert run(work, tmp_path, 2) == {"a": None, "b": said, "c": None}
     assert ended(work) == [True, False, True]
 
     saves = f"import signal; signal.signal(signal.SIGTERM, lambda *_: exit(0)); {early}import time; time.sleep(60)"
-    by_hand = task(tmp_path / "runs" / "e", ENDS)
-    by_hand.result.touch()
-    work = [*tasks(tmp_path, a=saves, b=saves, d=saves), by_hand]  # a has ended well before
+    work = tasks(tmp_path, a=saves, b=saves, d=saves)  # a has ended well before
     with pytest.raises(Stopped):
         run(work[:1], tmp_path, 2, lambda _: signal.raise_signal(signal.SIGTERM))
     started, start = [], subprocess.Popen
@@ -116,7 +112,8 @@ def test_a_result_does_not_count_unless_its_process_ended_with_status_0_or_write
         run(work[1:2], tmp_path, 2, lambda _: started[0].kill())
     with pytest.raises(KeyboardInterrupt):
         run(work[2:3], tmp_path, 1, interrupt)
-    assert ended(work) == [False, False, False, True]
+    assert ended(work) == [False, False, False]
+    assert run([task(work[0].folder, "pass")], tmp_path, 1)["a"].startswith("it ended without ")  # a's is removed
 
 
 def test_the_death_of_a_process_is_told_and_a_second_interrupt_ends_all_at_once(tmp_path, monkeypatch):
@@ -128,6 +125,29 @@ def test_the_death_of_a_process_is_told_and_a_second_interrupt_ends_all_at_once(
     with pytest.raises(KeyboardInterrupt):
         run(tasks(tmp_path, b=WAITS), tmp_path, 2, interrupt)
     assert started[1].returncode == -signal.SIGKILL
+
+
+def test_runs_beside_one_that_ends_the_comparison_save_themselves(tmp_path):
+    begun = deque(tasks(tmp_path, a=SAVES, b="import time; time.sleep(2); exit('no')"))
+    with contextlib.closing(execute(begun, tmp_path, GridConfig(jobs=2), lambda _: None)) as ended:
+        assert "status 1: no" in next(ended)[1]
+    assert (tmp_path / "runs" / "a" / "saved").exists()
+
+
+def test_a_run_that_goes_on_after_sigterm_is_killed_and_one_with_a_timeout_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "_PATIENCE", 0.5)
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + WAITS
+    with pytest.raises(Stopped):
+        run(tasks(tmp_path, a=deaf), tmp_path, 1, lambda _: signal.raise_signal(signal.SIGTERM))
+    ended = execute(deque(tasks(tmp_path, b=SAVES)), tmp_path, GridConfig(timeout=0.02), lambda _: None)
+    assert [reason for _, reason in ended] == ["it took longer than --timeout 0.02 minutes, and was stopped"]
+    assert (tmp_path / "runs" / "b" / "saved").exists()
+
+
+def test_a_signal_without_a_name_is_told_by_its_number(tmp_path):
+    number = signal.SIGRTMIN + 5
+    (reason,) = run(tasks(tmp_path, a=f"import os; os.kill(os.getpid(), {number})"), tmp_path, 1).values()
+    assert reason.startswith(f"signal {number} killed its process")
 
 
 def test_what_this_machine_cannot_execute_is_told(monkeypatch):
@@ -286,14 +306,15 @@ def test_a_preempted_job_saves_its_run_and_executes_the_same_again(tmp_path):
     assert again[0].function is job
 
 
-@pytest.mark.parametrize(("once", "status"), [(False, 0), (False, 3), (True, 3)])
-def test_a_job_has_ended_with_status_0_or_with_a_result_that_is_written_once(tmp_path, once, status):
+@pytest.mark.parametrize(("text", "status"), [("{}", 0), ("{}", 3), ('{"error": "nan"}', 3)])
+def test_a_job_has_ended_with_status_0_or_with_an_error_as_its_result(tmp_path, text, status):
     """A program may write its result at each evaluation; an earlier job of the run may have ended well."""
-    early = f"import pathlib; file = pathlib.Path('{{}}', 'result.json'); file.touch(); exit({status})"
-    run = task(tmp_path / "runs" / "a", early)._replace(once=once)
+    early = f"import pathlib; pathlib.Path('{{}}', 'result.json').write_text('TEXT'); exit({status})"
+    run = task(tmp_path / "runs" / "a", early)
+    run.command[-1] = run.command[-1].replace("TEXT", text)
     run.file(".job").write_text("7_0")
     run.file(".json").write_text("{}")
     with contextlib.suppress(SystemExit):
         SlurmJob(run)()
     assert run.result.exists()
-    assert has_ended(run.folder) == (once or status == 0)
+    assert has_ended(run.folder) == ("error" in text or status == 0)

@@ -97,16 +97,18 @@ def test_a_resumed_comparison_runs_what_is_new_and_measured_times_stay(run, tmp_
     assert "command must be '" in run("--resume", status=2, command="true {variant} {lr} {seed} {out}")
 
 
-@pytest.mark.parametrize(("variant", "reason"), [("bad", "no such thing"), ("bad0", "ended without result.json: two")])
+@pytest.mark.parametrize(("variant", "reason"), [("bad", "no such thing"), ("bad0", "it ended without ")])
 def test_the_first_run_without_a_result_stops_the_comparison_and_a_later_one_is_named(run, tmp_path, variant, reason):
     error = run(status=2, variants=f"{variant} good plain")
     assert f"1/6 {variant} lr 0.1 seed 0: {reason}" in error
-    assert str(tmp_path / "out" / "runs" / f"{variant}-lr0.1-seed0" / "result.json") in error
-    assert '{"loss": 2.31, "curve": [[100, 3.02], [200, 2.31]]}' in error
+    if variant == "bad0":
+        assert str(tmp_path / "out" / "runs" / f"{variant}-lr0.1-seed0" / "result.json") in error
+        assert '{"loss": 2.31, "curve": [[100, 3.02], [200, 2.31]]}' in error
     assert error.endswith("; correct that and --resume\n")  # the baseline cannot be left out
     assert list(started(tmp_path / "out")) == [f"{variant}-lr0.1-seed0"]
     error = run("--variants", "good", variant, "plain", "--baseline", "plain", status=2, resume=True)
-    assert f"error: 2/6 {variant} lr 0.1 seed 0: {reason}; 1 more failed, see above; correct that" in error
+    assert f"error: 2/6 {variant} lr 0.1 seed 0: {reason}" in error
+    assert "; 1 more failed, see above; correct that" in error
     assert error.endswith(" and --resume, or leave the variant out with --resume --variants good plain\n")
     assert len(started(tmp_path / "out")) == 6
     run("--variants", "good", "plain", resume=True)

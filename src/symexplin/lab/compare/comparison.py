@@ -53,7 +53,7 @@ class Row:
     `reached` counts the seeds with an evaluation at or below the baseline's final loss. `seconds` and
     `tokens_per_second` are means over the finite runs. A variant without a best learning rate has `lr` None.
     `interval` is of the deltas, with those of the other rows (:func:`symexplin.lab.compare.interval.intervals`); None
-    for the baseline, and where a seed has no delta.
+    for the baseline, and where a run did not stay finite.
     """
 
     variant: str
@@ -269,10 +269,12 @@ class Comparison:
         differences: dict[str, dict[int, float]] = {}
         for row in rows[1:]:
             known = {seed: delta for seed, delta in zip(row.seeds, row.deltas, strict=True) if delta is not None}
-            if len(known) == len(row.seeds) and not known.keys() & {*self.choosing_seeds}:
-                differences[row.variant] = known
-            elif len(known) == len(row.seeds):
+            if not known or not all(one.finite == len(one.seeds) for one in (rows[0], row)):
+                continue
+            if known.keys() & {*self.choosing_seeds}:
                 found[row.variant] = Interval(tuple(known.values()), chose=True)
+            else:
+                differences[row.variant] = known
         found |= intervals(differences)
         return tuple(dataclasses.replace(row, interval=found.get(row.variant)) for row in rows)
 
@@ -394,7 +396,9 @@ class Comparison:
             return interval.words
         low, high, least = (self.shown(end, "+") for end in (interval.low, interval.high, interval.half_width))
         words = f"{interval.words}; 99% interval {low} to {high}"
-        return words if interval.decides else f"{words}; the smallest mean that would count is {least[1:]}"
+        if not interval.decides:
+            words += f"; the smallest mean that would count is {least[1:]}"
+        return "; ".join(filter(None, (words, interval.advice)))
 
     def table(self) -> str:
         """Return the rows in plain text; losses over several seeds are mean ± standard deviation."""

@@ -77,6 +77,7 @@ class GridConfig(Schema):
         confirm_seeds: seeds of a second stage, three or more for an interval. In it every variant trains at its best
             learning rate of the first stage and at the baseline's. The results use only these seeds; with one learning
             rate, all seeds.
+        timeout: minutes after which a run is stopped, and counts as failed. On a cluster, its walltime does so.
     """
 
     variants: tuple[str, ...] = (BASELINE, "default")
@@ -86,6 +87,7 @@ class GridConfig(Schema):
     baseline: str | None = None
     confirm_seeds: tuple[Whole, ...] = ()
     cluster: Literal["none", "slurm"] = "none"
+    timeout: Positive | None = None
 
     def __post_init__(self) -> None:
         """Check every field but the names of the variants, which the comparison checks."""

@@ -108,13 +108,17 @@ class Interval:
 
     @property
     def words(self) -> str:
-        """The verdict, and of a difference that is not resolved which way the seeds point and what would settle it."""
+        """The verdict, and which way the seeds of a difference that is not resolved point."""
         if self.verdict != NOT_RESOLVED:
             return self.verdict
-        words = f"{NOT_RESOLVED}: all {len(self.values)} seeds are {'higher' if self.mean > 0 else 'lower'}"
-        if (more := self.more_seeds) is None:
-            return words
-        return f"{words}; about {more} more seed{'s' * (more > 1)} would settle a difference of this size"
+        return f"{NOT_RESOLVED}: all {len(self.values)} seeds are {'higher' if self.mean > 0 else 'lower'}"
+
+    @property
+    def advice(self) -> str:
+        """What would settle a difference that is not resolved; empty for others."""
+        if self.verdict != NOT_RESOLVED or (more := self.more_seeds) is None:
+            return ""
+        return f"about {more} more seed{'s' * (more > 1)} would settle a difference of this size"
 
     def __str__(self) -> str:
         if math.isinf(self.half_width):

@@ -19,25 +19,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from symexplin.lab.compare.grid import PROCESSES, ClusterConfig, GridConfig
-from symexplin.lab.files import replace_file, write_json
+from symexplin.lab.files import read_json, replace_file, write_json
 from symexplin.lab.folders import RESULT
-from symexplin.lab.process import StopSignals, end_with_parent
+from symexplin.lab.process import StopSignals, end_with_parent, signal_name
 from symexplin.lab.provenance import cores
 
 __all__ = [
-    *("Ended", "SlurmJob", "Task"),
+    *("EXAMPLE", "Ended", "SlurmJob", "Task"),
     *("check_executor", "execute", "gpus_here", "has_ended", "process_file", "threads_each"),
 ]
 
 Echo = Callable[[str], None]
 
+EXAMPLE = '{"loss": 2.31, "curve": [[100, 3.02], [200, 2.31]]}'  # of result.json
 _CLUSTER = "cluster"  # folder for the files of submitit
+_MINUTE = 60.0
 _TICK = 0.2  # seconds between looks at signals and lines
 _GLANCE = 10.0  # seconds between questions to Slurm
 _GLANCES = 3  # after which a job that has ended without its result is taken for lost
 _RESTARTS = 1000  # at the end of a job's time
-# torchrun kills its processes so many seconds after SIGTERM, 30 by default: too few for a large checkpoint.
-_PATIENCE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}
+# Seconds after SIGTERM in which a run may save itself, before it is killed; torchrun's own 30 are too few for a large
+# checkpoint.
+_PATIENCE = 300
+_PATIENCE_OF_TORCHRUN = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_PATIENCE)}
 
 
 def process_file(run: Path, ending: str) -> Path:
@@ -46,19 +50,18 @@ def process_file(run: Path, ending: str) -> Path:
 
 
 def has_ended(run: Path) -> bool:
-    """Return whether the run in a folder has its result.json, and its process or job, if it had one, has ended well.
+    """Return whether the run in a folder has its result.json, and its process or job has ended well.
 
     A program may write that file more than once, and be stopped or fail after that.
     """
-    started = any(process_file(run, ending).exists() for ending in (".log", ".job"))
-    return (run / RESULT).exists() and (process_file(run, ".json").exists() or not started)
+    return (run / RESULT).exists() and process_file(run, ".json").exists()
 
 
 class Task(NamedTuple):
     """A run to execute.
 
-    `cluster` is what it asks for, `on_gpu` whether a process of this machine may have a GPU of its own, `work` how long
-    it takes relative to others, and `once` whether it writes result.json at its end alone, whatever its status is then.
+    `cluster` is what it asks for, `on_gpu` whether a process of this machine may have a GPU of its own, and `work` how
+    long it takes relative to others.
     """
 
     label: str
@@ -67,7 +70,6 @@ class Task(NamedTuple):
     cluster: ClusterConfig = ClusterConfig()
     on_gpu: bool = False
     work: float = 1.0
-    once: bool = False
 
     @property
     def places(self) -> int:
@@ -84,6 +86,26 @@ class Task(NamedTuple):
         path = process_file(self.folder, ending)
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
+
+    def begin(self) -> None:
+        """Remove what an earlier process or job of this run has left: its result, which would count for this one."""
+        for path in (self.result, self.file(".json")):
+            path.unlink(missing_ok=True)
+
+    def has_result(self, status: int) -> bool:
+        """Whether the run has written its result, and has ended well or written an error that is its result."""
+        return self.result.exists() and (not status or _names_error(self.result))
+
+    def record(self, began: float) -> None:
+        """Write that the run has ended well, and how long it took, for runs that do not say it themselves."""
+        write_json(self.file(".json"), {"seconds": round(time.monotonic() - began, 3)})
+
+
+def _names_error(result: Path) -> bool:
+    try:
+        return "error" in read_json(result)
+    except ValueError:
+        return False
 
 
 # A task whose run has ended, and why it failed, if it did.
@@ -127,19 +149,21 @@ def execute(queue: deque[Task], out: Path, grid: GridConfig, echo: Echo) -> Gene
     """
     if grid.on_cluster:
         return _run_as_jobs(queue, out, grid.jobs, echo)
-    return _run_here(queue, grid.jobs or 1, echo)
+    return _run_here(queue, grid.jobs or 1, grid.timeout, echo)
 
 
 # --- Processes -------------------------------------------------------------------------------------------------------
 
 
-def _run_here(queue: deque[Task], jobs: int, echo: Echo) -> Generator[Ended, None, None]:
+def _run_here(queue: deque[Task], jobs: int, timeout: float | None, echo: Echo) -> Generator[Ended, None, None]:
     """Execute `jobs` runs at a time, each in a process, and yield each when it has ended.
 
-    `echo` takes the lines of progress; the whole output of a process is in its log. A signal stops all.
+    `echo` takes the lines of progress; the whole output of a process is in its log. A signal stops all, as does the end
+    of the generator: with SIGTERM, so that they can save themselves, and after a while with SIGKILL. So does the
+    `timeout` of a run, in minutes.
     """
     running: list[_Process] = []
-    told, gpus = False, gpus_here()
+    gpus = gpus_here()
     with StopSignals() as stop:
         try:
             while running or (queue and stop.signal is None):
@@ -153,29 +177,30 @@ def _run_here(queue: deque[Task], jobs: int, echo: Echo) -> Generator[Ended, Non
                     status = process.popen.poll()  # before the lines, so that none is missed
                     process.tell(echo)
                     if status is None:
+                        process.stop_if(stop.signal is not None, timeout)
                         continue
                     running.remove(process)
                     process.close()
-                    if process.task.result.exists() and (process.task.once or not (status or told)):
-                        _record(process.task.file(".json"), process.began)
+                    if process.stopped is None and process.task.has_result(status):
+                        process.task.record(process.began)
                         yield process.task, None
                     elif stop.signal is None:
-                        yield process.task, process.reason(status)
-                if stop.signal is not None and not told:
-                    told = True
-                    for process in running:
-                        process.send(signal.SIGTERM)
-        finally:  # nothing runs anymore, unless a second Ctrl-C came
+                        yield process.task, process.reason(status, timeout)
+            if stop.signal is not None:
+                raise stop.stopped("with all its runs; --resume continues")
+        except KeyboardInterrupt:  # a second Ctrl-C
             for process in running:
                 process.send(signal.SIGKILL)
-                process.close()
-    if stop.signal is not None:
-        raise stop.stopped("with all its runs; --resume continues")
-
-
-def _record(file: Path, began: float) -> None:
-    """Write that a process has ended well, and how long it took, for runs that do not say it themselves."""
-    write_json(file, {"seconds": round(time.monotonic() - began, 3)})
+            raise
+        finally:
+            while running:
+                for process in list(running):
+                    if process.popen.poll() is None:
+                        process.stop_if(True, None)
+                    else:
+                        running.remove(process)
+                        process.close()
+                time.sleep(_TICK)
 
 
 class _Process:
@@ -183,9 +208,10 @@ class _Process:
 
     def __init__(self, task: Task, jobs: int, gpus: Sequence[str]) -> None:
         self.task, self.began = task, time.monotonic()
+        self.stopped: float | None = None  # when SIGTERM was sent
         self.gpus = gpus[: task.places] if task.on_gpu and max(jobs, task.places) > 1 else []
         self._log_path = task.file(".log")
-        task.file(".json").unlink(missing_ok=True)  # of an earlier process
+        task.begin()
         threads = {"OMP_NUM_THREADS": str(threads_each(jobs))} if jobs > 1 else {}
         chosen = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
         with self._log_path.open("w") as file:
@@ -194,7 +220,7 @@ class _Process:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**_PATIENCE, **threads, **os.environ, **chosen},
+                env={**_PATIENCE_OF_TORCHRUN, **threads, **os.environ, **chosen},
                 start_new_session=True,  # a Ctrl-C reaches the comparison alone, which passes it on
                 preexec_fn=end_with_parent if os.name == "posix" else None,
             )
@@ -204,6 +230,15 @@ class _Process:
         for line in self._log:
             if line.startswith("train: "):
                 echo(f"{self.task.label}{line.removeprefix('train').rstrip()}")
+
+    def stop_if(self, told: bool, timeout: float | None) -> None:
+        """Stop the run if it is told to, or takes longer than its time; kill it if it goes on after that."""
+        late = timeout is not None and time.monotonic() - self.began > timeout * _MINUTE
+        if self.stopped is None and (told or late):
+            self.stopped = time.monotonic()
+            self.send(signal.SIGTERM)
+        elif self.stopped is not None and time.monotonic() - self.stopped > _PATIENCE:
+            self.send(signal.SIGKILL)
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the run with all its processes: a shell or a launcher does not pass it on."""
@@ -217,17 +252,17 @@ class _Process:
         self.popen.wait()
         self._log.close()
 
-    def reason(self, status: int) -> str:
+    def reason(self, status: int, timeout: float | None) -> str:
         """Return why the process with a status has not ended well."""
+        if self.stopped is not None:
+            return f"it took longer than --timeout {timeout:g} minutes, and was stopped"
         if status < 0:
-            name = signal.Signals(-status).name
-            return f"{name} killed its process, perhaps for lack of memory (try fewer --jobs)"
+            return f"{signal_name(-status)} killed its process, perhaps for lack of memory (try fewer --jobs)"
         said = _last_lines(self._log_path)
-        if self.task.once:
-            return said  # it names the run's error
+        if not status:
+            return f"it ended without {str(self.task.result)!r}, such as {EXAMPLE}: {said}"
         wrote = f" after it wrote {RESULT}" if self.task.result.exists() else ""
-        ended = f"its command failed with status {status}{wrote}" if status else f"ended without {RESULT}"
-        return f"{ended}: {said}"
+        return f"its command failed with status {status}{wrote}: {said}"
 
 
 def _last_lines(log: Path) -> str:
@@ -244,23 +279,22 @@ class SlurmJob:
     """A run as submitit executes it: its command, and its files as absolute paths."""
 
     def __init__(self, task: Task) -> None:
-        self._command, self._once = task.command, task.once
-        self._result, self._record = task.result.resolve(), task.file(".json").resolve()
+        self._task = task._replace(folder=task.folder.resolve())
 
     def __call__(self) -> None:
         """Execute the run to its end."""
         began = time.monotonic()
-        self._record.unlink(missing_ok=True)  # of an earlier job
+        self._task.begin()
         process = subprocess.Popen(
-            self._command,
-            env={**_PATIENCE, **os.environ},
+            self._task.command,
+            env={**_PATIENCE_OF_TORCHRUN, **os.environ},
             # Slurm sends submitit's signal to every process of the job.
             preexec_fn=lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN),
         )
         self._number = process.pid
         status = process.wait()
-        if self._result.exists() and (self._once or not status):
-            _record(self._record, began)
+        if self._task.has_result(status):
+            self._task.record(began)
         elif status:
             sys.exit(status)
 

@@ -22,7 +22,7 @@ from typing import Any
 from symexplin.lab.compare.comparison import Comparison, Run, decimals
 from symexplin.lab.compare.grid import CONFIG, DEMO, RUNS, Cell
 from symexplin.lab.compare.kinds import Command, Laboratory
-from symexplin.lab.compare.launch import Task, check_executor, execute, has_ended, process_file
+from symexplin.lab.compare.launch import EXAMPLE, Task, check_executor, execute, has_ended, process_file
 from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.folders import RESULT, check_unused, claimed
 from symexplin.lab.settings import dump_toml
@@ -32,8 +32,8 @@ __all__ = ["Sweep", "compare", "opened", "read_run", "run_sweeps"]
 Echo = Callable[[str], None]
 Kind = Laboratory | Command
 
-_EXAMPLE = '{"loss": 2.31, "curve": [[100, 3.02], [200, 2.31]]}'
 _MINUTE = 60.0
+_LARGEST = 3.4e38  # of a loss, as in float32: a larger one has diverged
 
 
 def compare(kind: Kind, out: str | Path, *, resume: bool = False, echo: Echo = lambda _: None) -> Comparison:
@@ -140,9 +140,7 @@ class Sweep:
             self.failures.append(f"{label}: {reason}")
             self._lost.add(cell.variant)
         if self.failures and not self._runs:
-            lacks = not task.once and not task.result.exists()
-            duty = f"; a run must write {str(task.result)!r}, such as {_EXAMPLE}" if lacks else ""
-            raise ChildProcessError(self.failures[-1] + duty + self.remedy)
+            raise ChildProcessError(self.failures[-1] + self.remedy)
         if reason is not None:
             self._echo(f"failed: {self.failures[-1]}")
         return [] if self._left else self._next()
@@ -211,7 +209,7 @@ def read_run(folder: Path, cell: Cell) -> Run:
         run = _run(path.read_bytes(), cell)
     except ValueError as error:
         raise ValueError(
-            f"{str(path)!r} must be like {_EXAMPLE} (the curve is optional), but {error}: correct it, or delete it to "
+            f"{str(path)!r} must be like {EXAMPLE} (the curve is optional), but {error}: correct it, or delete it to "
             "run again; then --resume"
         ) from None
     record = process_file(folder, ".json")
@@ -239,10 +237,10 @@ def _run(content: bytes, cell: Cell) -> Run:
     steps = [step for step, _ in curve]
     if steps != sorted(set(steps)) or any(step < 0 or step % 1 for step in steps):
         raise ValueError('the steps of "curve" are not whole numbers that increase from 0')
-    if math.isfinite(loss):
+    if is_finite := abs(loss) <= _LARGEST:
         curve = [*curve[:-1], (steps[-1] if steps else 0.0, loss)]
-    kept = tuple((int(step), value) for step, value in curve if math.isfinite(value))
-    why = None if math.isfinite(loss) else str(ended_early or f"loss is {loss}")
+    kept = tuple((int(step), value) for step, value in curve if abs(value) <= _LARGEST)
+    why = None if is_finite else str(ended_early or f"loss is {loss}")
     return Run(*cell, kept, _positive("seconds", result), _positive("tokens_per_second", result), why)
 
 
