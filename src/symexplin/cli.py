@@ -178,7 +178,11 @@ _Switch = Parameter(negative=(), show_default=False)
 _Config = Annotated[str | None, Parameter(help="settings in a TOML file; flags take precedence")]
 _Folder = Annotated[str, Parameter(help="folder to write, new or to resume")]
 _Command = Annotated[str | None, Parameter(help="command of your own to compare, see above", group="Settings")]
+_Cwd = Annotated[
+    str | None, Parameter(help="folder where the command runs; default: where it was begun", group="Settings")
+]
 _Resume = Annotated[bool, _Switch, Parameter(help="continue in the folder, or start there if it is new")]
+_MixCode = Annotated[bool, _Switch, Parameter(help="resume although code has changed since runs began")]
 _Run = Annotated[str, Parameter(help="folder of a run, one of its checkpoints, or a model.safetensors")]
 _Weights = Annotated[str, Parameter(help="a safetensors file, or a folder of them")]
 _Plan = Annotated[bool, _Switch, Parameter(help="print the runs and the assumptions, and stop")]
@@ -226,7 +230,9 @@ def _prepare(given: Table, *sources: str, out: str) -> None:
     prepare(from_table(PrepareConfig, {"sources": sources, **given}), out, echo=_log)
 
 
-def _train(given: Table, config: _Config = None, *, out: _Folder, resume: _Resume = False) -> None:
+def _train(
+    given: Table, config: _Config = None, *, out: _Folder, resume: _Resume = False, mix_code: _MixCode = False
+) -> None:
     r"""Train a language model on prepared text.
 
     The model is a transformer. SEL trains it in the optimizer or in the model's layers, or AdamW trains ordinary
@@ -268,13 +274,20 @@ def _train(given: Table, config: _Config = None, *, out: _Folder, resume: _Resum
             _log(hints.pop())
         _log(line)
 
-    result = train(settings, out, resume=resume, echo=echo)
+    result = train(settings, out, resume=resume, mix_code=mix_code, echo=echo)
     if launch()[0] == 0:
         _log(f"{result['loss']:.4f} nats per token; plain weights: {Path(out, MODEL)}")
 
 
 def _compare(
-    given: Table, config: _Config = None, *, command: _Command = None, out: _Folder, resume: _Resume = False
+    given: Table,
+    config: _Config = None,
+    *,
+    command: _Command = None,
+    cwd: _Cwd = None,
+    out: _Folder,
+    resume: _Resume = False,
+    mix_code: _MixCode = False,
 ) -> None:
     r"""Compare ways to train over learning rates and seeds.
 
@@ -302,9 +315,9 @@ def _compare(
     from symexplin.lab.compare.kinds import configured, kind_of
     from symexplin.lab.compare.sweep import compare
 
-    program = {} if command is None else {"command": command}
+    program = {key: value for key, value in (("command", command), ("cwd", cwd)) if value is not None}
     settings = configured(out, _file(config), program, given, resume=resume)
-    compare(kind_of(settings), out, resume=resume, echo=_log)
+    compare(kind_of(settings), out, resume=resume, mix_code=mix_code, echo=_log)
 
 
 def _sample(
@@ -389,6 +402,7 @@ def _reproduce(
     *,
     out: _Path = None,
     resume: _Resume = False,
+    mix_code: _MixCode = False,
     plan: _Plan = False,
     results: _Path = None,
 ) -> None:
@@ -421,7 +435,7 @@ def _reproduce(
     if plan:
         print("\n".join(plan_lines(config.table(name, folder), config.panels)))
     else:
-        reproduce(name, folder, config, resume=resume, results=results, echo=_log)
+        reproduce(name, folder, config, resume=resume, mix_code=mix_code, results=results, echo=_log)
 
 
 def _figure(name: _Path = None, /, *sources: str, out: str = "figures") -> None:

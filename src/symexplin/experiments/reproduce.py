@@ -101,6 +101,7 @@ def reproduce(
     config: ReproduceConfig | None = None,
     *,
     resume: bool = False,
+    mix_code: bool = False,
     results: str | Path | None = None,
     echo: Echo = lambda _: None,
 ) -> Path:
@@ -113,6 +114,7 @@ def reproduce(
         out: a new folder, or that of the table to resume.
         config: None: in miniature.
         resume: keep finished runs, continue the others.
+        mix_code: go on although this package's code has changed since runs in the folder began.
         results: a CSV file to which a row is appended for each run that has ended
             (:func:`symexplin.experiments.results.append_results`), also if the table stops.
         echo: takes each line of the log: losses, the time to go, verdicts.
@@ -142,7 +144,7 @@ def reproduce(
                 sweeps = []
                 for panel in wanted:
                     kind, place = Laboratory(panel.config, table.labels), folder / PANELS / panel.name
-                    sweeps.append(stack.enter_context(opened(kind, place, True, echo, f"{panel.name} ")))
+                    sweeps.append(stack.enter_context(opened(kind, place, True, mix_code, echo, f"{panel.name} ")))
                 run_sweeps(sweeps, folder, echo)
         finally:
             if {path.name for path in folder.iterdir()} == {TABLE, LOCK}:  # a mistake leaves no folder

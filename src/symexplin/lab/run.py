@@ -33,6 +33,7 @@ from symexplin.lab.folders import (
     claimed,
     read_facts,
 )
+from symexplin.lab.identity import changes, mixed, of_package
 from symexplin.lab.maps import map_in_words, map_of, named_map
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import Ranks, joined
@@ -52,6 +53,7 @@ def train(
     out: str | Path,
     *,
     resume: bool = False,
+    mix_code: bool = False,
     echo: Echo = lambda _: None,
 ) -> dict[str, Any]:
     """Train as `config` says in the folder `out`, and return the content of result.json.
@@ -71,10 +73,12 @@ def train(
         config: settings that are not given are chosen for the machine; all are saved.
         out: a new folder, or that of the run to resume.
         resume: continue from the newest checkpoint, or start if there is none.
+        mix_code: continue although this package's code has changed since the run began.
         echo: receives each line of the log. A terminal gets a progress bar, too.
 
     Raises:
-        ValueError: an unusable folder or data, a run with another configuration, only damaged checkpoints.
+        ValueError: an unusable folder or data, a run of another configuration or by other code, only damaged
+            checkpoints.
         NonFiniteError: the loss or a gradient is not finite; the message names the last checkpoint.
         Stopped: SIGTERM or SIGINT arrived; a checkpoint was written.
         ElsewhereError, ChildProcessError: another process has failed, or has ended.
@@ -87,7 +91,7 @@ def train(
             corpus.check_context(config.model.context)
         ranks.agree({**to_table(config), "data": corpus.fingerprint})
         folder = ranks.from_first(lambda: stack.enter_context(claimed(out, "run", {FACTS, CONFIG})))
-        finished = ranks.from_first(lambda: _check_folder(folder, config, corpus, resume, echo, ranks))
+        finished = ranks.from_first(lambda: _check_folder(folder, config, corpus, resume, mix_code, echo, ranks))
         if finished is not None:
             echo(f"{folder} has finished already: {finished['steps']} steps, loss {finished['loss']:.4f}")
             return finished
@@ -116,7 +120,7 @@ def evaluations(folder: Path) -> list[tuple[int, float]]:
 
 
 def _check_folder(
-    folder: Path, config: RunConfig, corpus: Corpus, resume: bool, echo: Echo, ranks: Ranks
+    folder: Path, config: RunConfig, corpus: Corpus, resume: bool, mix_code: bool, echo: Echo, ranks: Ranks
 ) -> dict[str, Any] | None:
     """Check that a run in the folder may be resumed; return its summary if it has finished."""
     if not (folder / FACTS).exists():
@@ -131,7 +135,11 @@ def _check_folder(
         changed.append(f"processes were {began}, are {ranks.size} now")
     if changed:
         echo(f"{'; '.join(changed)}: rounding will differ")
-    return result if "loss" in result and (folder / MODEL).exists() else None
+    if "loss" in result and (folder / MODEL).exists():
+        return result
+    if not mix_code and (code := changes(facts, of_package())):
+        raise mixed(code, [folder.name], folder)
+    return None
 
 
 def check_data(folder: Path, facts: Mapping[str, Any], config: RunConfig, corpus: Corpus) -> None:
@@ -148,6 +156,7 @@ def _write_first(folder: Path, config: RunConfig, corpus: Corpus, ranks: Ranks) 
             "model": dataclasses.asdict(config.model),
             "tokenizer": {"name": corpus.tokenizer.name, "end_token": corpus.tokenizer.end_token},
             "config": to_table(config),
+            **of_package(),
             "provenance": provenance(config.compute.device) | ({} if ranks.size == 1 else {"processes": ranks.size}),
         }
         write_json(folder / FACTS, facts)

@@ -31,7 +31,7 @@ SAVES = (
 def task(folder, code, **wishes):
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-c", code.replace("{}", str(folder))]
-    return Task(folder.name, folder, command, ClusterConfig(**wishes))
+    return Task(folder.name, folder, command, ClusterConfig(**wishes), cwd=str(folder))
 
 
 def run(tasks, out, jobs, echo=lambda _: None, cluster="none"):

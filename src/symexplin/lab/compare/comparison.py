@@ -87,6 +87,7 @@ class Comparison:
         maps: {variant: its map with its "home" and "start", or None}.
         labels: {variant: its name in words}, where it has another one.
         facts: what all runs have in common, by the sections of a page: "config", "corpus", ...
+        changed: what code changed while the runs were made.
 
     >>> runs = [Run("A", 0.1, 0, ((0, 3.0), (10, 2.0))), Run("B", 0.1, 0, ((0, 3.0), (10, 1.0)))]
     >>> [(row.variant, row.delta, row.speedup) for row in Comparison(tuple(runs), "A").shared]
@@ -101,6 +102,7 @@ class Comparison:
     maps: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
+    changed: tuple[str, ...] = ()
 
     # --- The file ---
 
@@ -122,7 +124,8 @@ class Comparison:
                 for run in content["runs"]
             )
             own = {key: content[key] for key in ("baseline", "unit", "maps", "labels", "facts")}
-            return cls(runs, confirm_seeds=tuple(content["confirm_seeds"]), folder=Path(folder), **own)
+            confirm, changed = tuple(content["confirm_seeds"]), tuple(content["changed"])
+            return cls(runs, confirm_seeds=confirm, folder=Path(folder), changed=changed, **own)
         except (KeyError, TypeError, ValueError):
             remedy = "delete it, and --resume of the comparison writes it again"
             raise ValueError(f"{str(path)!r} is damaged, or of another version of symexplin: {remedy}") from None
@@ -333,6 +336,8 @@ class Comparison:
     def notes(self) -> list[str]:
         """What the verdict does not say of each variant, and what limits it."""
         sentences: list[str] = []
+        if self.changed:
+            sentences.append(f"The runs were made by different code: {' and '.join(self.changed)} changed.")
         for row in self.best[1:]:
             if row.lr != self.shared_lr:
                 sentences.append(self._at_shared_lr(row.variant))

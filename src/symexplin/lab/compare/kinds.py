@@ -19,6 +19,7 @@ from symexplin.lab.config import absolute, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.folders import FACTS, RESULT, check_resumable, read_facts, saved_config
+from symexplin.lab.identity import of_command, of_package
 from symexplin.lab.maps import map_of
 from symexplin.lab.provenance import provenance
 from symexplin.lab.run import check_data
@@ -65,10 +66,10 @@ def configured(out: str | Path, *tables: Mapping[str, Any], resume: bool) -> "Co
         return from_table(CompareConfig, table)
     if saved and "command" not in saved:
         raise ValueError(f"out must be new for a command, got {str(out)!r}, a comparison of runs of symexplin train")
-    own = ("command", "compare", "cluster")
+    own = ("command", "cwd", "compare", "cluster")
     if others := differences({}, {name: value for name, value in given.items() if name not in own}):
         raise ValueError(f"{', '.join(others)} must be left to the command in a comparison of a command")
-    return from_table(CommandConfig, table)
+    return from_table(CommandConfig, {"cwd": str(Path.cwd()), **table})
 
 
 # --- Runs of the laboratory ------------------------------------------------------------------------------------------
@@ -123,8 +124,13 @@ class Laboratory:
         file = task.file(".toml")
         replace_file(file, dump_toml(to_table(config)))
         several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(task.places)]
-        words = ["-m", "symexplin", "train", str(file.resolve()), "--out", str(folder.resolve()), "--resume"]
+        words = ["-m", "symexplin", "train", str(file.resolve()), "--out", str(folder.resolve())]
+        words += ["--resume", "--mix-code"]  # the comparison has looked at the code
         return task._replace(command=[sys.executable, *(several if task.places > 1 else []), *words])
+
+    def identity(self, cell: Cell, folder: Path) -> dict[str, Any]:  # noqa: ARG002
+        """Return by which code a run would be made now."""
+        return of_package()
 
     def facts(self, folder: Path) -> dict[str, Any]:
         """Return the unit, the maps, the labels and the facts of a :class:`Comparison`."""
@@ -184,11 +190,13 @@ class CommandConfig(Schema):
     Args:
         command: the command of a run, with the places {variant}, {lr}, {seed} and {out}. It is split into words as by a
             shell, but no shell runs it. It must write {out}/result.json, such as {"loss": 2.31}.
+        cwd: the folder where it is executed. Default: where the comparison was begun.
     """
 
     command: str
     compare: GridConfig = field(default_factory=GridConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    cwd: str | None = None
 
     def __post_init__(self) -> None:
         """Check the command and the names of the variants."""
@@ -251,7 +259,13 @@ class Command:
     def task(self, label: str, cell: Cell, folder: Path) -> Task:
         """Return the task of a run in its folder, which is created."""
         folder.mkdir(parents=True, exist_ok=True)
-        return Task(label, folder, self._config.words(cell, folder), self._cluster, on_gpu=True)
+        words = self._config.words(cell, folder)
+        return Task(label, folder, words, self._cluster, on_gpu=True, cwd=self._config.cwd)
+
+    def identity(self, cell: Cell, folder: Path) -> dict[str, Any]:
+        """Return by which code a run would be made now."""
+        cwd = Path(self._config.cwd or Path.cwd())
+        return of_command(self._config.words(cell, folder), cwd, folder.resolve())
 
     def facts(self, _: Path) -> dict[str, Any]:
         """Return the facts of a :class:`Comparison`."""

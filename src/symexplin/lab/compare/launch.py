@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 from symexplin.lab.compare.grid import PROCESSES, ClusterConfig, GridConfig
 from symexplin.lab.files import read_json, replace_file, write_json
-from symexplin.lab.folders import RESULT
+from symexplin.lab.folders import FACTS, RESULT
+from symexplin.lab.identity import of_command
 from symexplin.lab.process import StopSignals, end_with_parent, signal_name
 from symexplin.lab.provenance import cores
 
@@ -60,8 +61,8 @@ def has_ended(run: Path) -> bool:
 class Task(NamedTuple):
     """A run to execute.
 
-    `cluster` is what it asks for, `on_gpu` whether a process of this machine may have a GPU of its own, and `work` how
-    long it takes relative to others.
+    `cluster` is what it asks for, `on_gpu` whether a process of this machine may have a GPU of its own, `work` how long
+    it takes relative to others, and `cwd` the folder where a command of the user's own is executed.
     """
 
     label: str
@@ -70,6 +71,7 @@ class Task(NamedTuple):
     cluster: ClusterConfig = ClusterConfig()
     on_gpu: bool = False
     work: float = 1.0
+    cwd: str | None = None
 
     @property
     def places(self) -> int:
@@ -88,9 +90,14 @@ class Task(NamedTuple):
         return path
 
     def begin(self) -> None:
-        """Remove what an earlier process or job of this run has left: its result, which would count for this one."""
-        for path in (self.result, self.file(".json")):
-            path.unlink(missing_ok=True)
+        """Remove what an earlier attempt has left and would count for this one, and write a command's identity.
+
+        A run of the laboratory removes its own result, or is at its end.
+        """
+        self.file(".json").unlink(missing_ok=True)
+        if self.cwd is not None:
+            self.result.unlink(missing_ok=True)
+            write_json(self.folder / FACTS, of_command(self.command, Path(self.cwd), self.folder.resolve()))
 
     def has_result(self, status: int) -> bool:
         """Whether the run has written its result, and has ended well or written an error that is its result."""
@@ -217,6 +224,7 @@ class _Process:
         with self._log_path.open("w") as file:
             self.popen = subprocess.Popen(
                 task.command,
+                cwd=task.cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -287,6 +295,7 @@ class SlurmJob:
         self._task.begin()
         process = subprocess.Popen(
             self._task.command,
+            cwd=self._task.cwd,
             env={**_PATIENCE_OF_TORCHRUN, **os.environ},
             # Slurm sends submitit's signal to every process of the job.
             preexec_fn=lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN),

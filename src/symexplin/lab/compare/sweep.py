@@ -24,7 +24,8 @@ from symexplin.lab.compare.grid import CONFIG, DEMO, RUNS, Cell
 from symexplin.lab.compare.kinds import Command, Laboratory
 from symexplin.lab.compare.launch import EXAMPLE, Task, check_executor, execute, has_ended, process_file
 from symexplin.lab.files import read_json, replace_file
-from symexplin.lab.folders import RESULT, check_unused, claimed
+from symexplin.lab.folders import FACTS, RESULT, check_unused, claimed
+from symexplin.lab.identity import changes, mixed
 from symexplin.lab.settings import dump_toml
 
 __all__ = ["Sweep", "compare", "opened", "read_run", "run_sweeps"]
@@ -36,7 +37,9 @@ _MINUTE = 60.0
 _LARGEST = 3.4e38  # of a loss, as in float32: a larger one has diverged
 
 
-def compare(kind: Kind, out: str | Path, *, resume: bool = False, echo: Echo = lambda _: None) -> Comparison:
+def compare(
+    kind: Kind, out: str | Path, *, resume: bool = False, mix_code: bool = False, echo: Echo = lambda _: None
+) -> Comparison:
     """Run every variant at every learning rate and seed, and return the comparison, which is saved with its page.
 
     With `confirm_seeds` a second stage follows: each variant at its own best learning rate and at the baseline's, with
@@ -47,22 +50,23 @@ def compare(kind: Kind, out: str | Path, *, resume: bool = False, echo: Echo = l
         out: a new folder, or that of the comparison to resume.
         resume: keep finished runs and continue the others. The grid may change, and what a run may change, but not what
             the runs in the folder trained.
+        mix_code: go on although the code has changed since runs in the folder began.
         echo: takes each line of the log, and the table at the end.
 
     Raises:
-        ValueError: a folder, data or variant that cannot be used, a comparison of other settings.
+        ValueError: a folder, data or variant that cannot be used, a comparison of other settings or code.
         ChildProcessError: a run has failed: the first one, before any other has ended well, stops all; later ones are
             named at the end. Or the baseline stayed finite at no learning rate.
         Stopped: SIGTERM, SIGINT or SIGHUP came. Runs of the laboratory were saved; jobs of a cluster continue.
     """
-    with opened(kind, out, resume, echo) as sweep:
+    with opened(kind, out, resume, mix_code, echo) as sweep:
         run_sweeps([sweep], Path(out), echo)
     assert sweep.comparison is not None
     return sweep.comparison
 
 
 @contextlib.contextmanager
-def opened(kind: Kind, out: str | Path, resume: bool, echo: Echo, name: str = "") -> "Iterator[Sweep]":
+def opened(kind: Kind, out: str | Path, resume: bool, mix_code: bool, echo: Echo, name: str = "") -> "Iterator[Sweep]":
     """Claim the folder of a comparison, check it, and save the settings in it."""
     check_executor(kind.grid)
     with claimed(out, "comparison", {CONFIG, DEMO}) as folder:
@@ -71,7 +75,7 @@ def opened(kind: Kind, out: str | Path, resume: bool, echo: Echo, name: str = ""
         replace_file(folder / CONFIG, dump_toml(kind.table()))
         most = f"{'up to ' if kind.grid.confirm_seeds else ''}{kind.grid.most_runs} runs"
         echo(f"{name}{first}; {most}")
-        yield Sweep(kind, folder, echo, name)
+        yield Sweep(kind, folder, mix_code, echo, name)
 
 
 def run_sweeps(sweeps: "Sequence[Sweep]", out: Path, echo: Echo) -> None:
@@ -103,8 +107,8 @@ def run_sweeps(sweeps: "Sequence[Sweep]", out: Path, echo: Echo) -> None:
 class Sweep:
     """The runs of one comparison: which are left, which have ended, and the result at the end."""
 
-    def __init__(self, kind: Kind, folder: Path, echo: Echo, name: str = "") -> None:
-        self.kind, self.folder, self.grid = kind, folder, kind.grid
+    def __init__(self, kind: Kind, folder: Path, mix_code: bool, echo: Echo, name: str = "") -> None:
+        self.kind, self.folder, self.grid, self._mix_code = kind, folder, kind.grid, mix_code
         self.failures: list[str] = []
         self.comparison: Comparison | None = None
         self._echo, self._name = echo, name
@@ -120,15 +124,22 @@ class Sweep:
 
     def _stage(self, cells: Sequence[Cell]) -> list[Task]:
         self._cells += cells
-        tasks = []
+        tasks, stale, changed = [], [], dict[str, None]()
         for number, cell in enumerate(cells, start=1):
             label = f"{self._name}{number}/{len(cells)} {cell.variant} lr {cell.lr:g} seed {cell.seed}"
             folder = self.folder / RUNS / cell.name
+            if (folder / FACTS).exists() and (
+                code := changes(read_json(folder / FACTS), self.kind.identity(cell, folder))
+            ):
+                stale.append(cell.name)
+                changed |= dict.fromkeys(code)
             if has_ended(folder):
                 self._read(cell, label, " (already there)")
             else:
                 self._left[folder] = cell, label
                 tasks.append(self.kind.task(label, cell, folder))
+        if tasks and stale and not self._mix_code:
+            raise mixed([*changed], stale, self.folder)
         return tasks or self._next()
 
     def ended(self, task: Task, reason: str | None, note: str = "") -> list[Task]:
@@ -189,7 +200,10 @@ class Sweep:
     def _conclude(self, comparison: Comparison) -> None:
         from symexplin.lab.report.pages import report_comparison  # importing matplotlib is slow
 
-        comparison = self.comparison = dataclasses.replace(comparison, **self.kind.facts(self.folder))
+        made = [read_json(path) for cell in self._cells if (path := self.folder / RUNS / cell.name / FACTS).exists()]
+        code = dict.fromkeys(what for each in made for what in changes(each, made[-1]))
+        comparison = dataclasses.replace(comparison, changed=(*code,), **self.kind.facts(self.folder))
+        self.comparison = comparison
         comparison.save(self.folder)
         self._echo("\n".join(("", *comparison.verdict, "", comparison.table(), "", *comparison.notes, "")))
         self._echo(f"report: {report_comparison(self.folder)}")
