@@ -33,7 +33,7 @@ def _execute(tasks, _out, _grid, echo):
     while tasks:
         task, said = tasks.popleft(), io.StringIO()
         task.begin()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with contextlib.chdir(task.cwd or "."), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             status = _status(task.command)
         lines = said.getvalue().splitlines()
         for line in lines:

@@ -1,6 +1,7 @@
 """The order of runs, what is said of them, and how their results are read; the runs are a script's."""
 
 import json
+import re
 import shlex
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 
 from executors import in_process  # noqa: F401 (a fixture)
 from symexplin import cli
+from symexplin.lab import identity
 from symexplin.lab.compare.comparison import Comparison
 from symexplin.lab.compare.grid import Cell
 from symexplin.lab.compare.sweep import read_run
@@ -174,3 +176,39 @@ def test_a_damaged_result_and_a_baseline_that_is_finite_nowhere_are_named_and_ma
     assert "added to --lrs 0.2\n" in error
     run("--lrs", "0.1", "0.2", resume=True)
     assert Comparison.load(tmp_path / "out").shared_lr == 0.1
+
+
+def test_runs_of_an_edited_script_or_of_another_version_are_not_mixed_unless_told(run, tmp_path, monkeypatch):
+    script, out = tmp_path / "train.py", tmp_path / "out"
+    run()
+    script.write_text(SCRIPT.replace("2.0,", "2.5,"))
+    error = run("--seeds", "0", "1", status=2, resume=True)
+    assert f"since {NAMES[0].format(0)} and 3 more began, {script} changed; --mix-code goes on" in error
+    assert set(started(out).values()) == {"x"}
+    assert len(started(out)) == 4
+    assert "The runs were made by different code" not in run(resume=True)  # nothing is to run
+    lines = run("--seeds", "0", "1", "--mix-code", resume=True)
+    assert f"The runs were made by different code: {script} changed." in lines
+    assert len(started(out)) == 8
+
+    monkeypatch.setattr(identity, "of_package", lambda: {"source": "b", "provenance": {"commit": "b" * 40}})
+    error = run("--seeds", "0", "1", "2", status=2, resume=True)
+    assert re.search(r"symexplin \(from commit \w+ to bbbbbbbbbbbb\) changed; --mix-code", error)
+
+
+def test_a_resumed_comparison_runs_where_it_was_begun(run, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    command = f"{sys.executable} train.py {{variant}} {{lr}} {{seed}} {{out}}"
+    run(command=command)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "train.py").write_text("raise SystemExit('the other one')")
+    lines = run("--seeds", "0", "1", resume=True)
+    assert "3/8 plain lr 0.2 seed 0: loss 2.1000 (already there)" in lines
+    assert len(started(tmp_path / "out")) == 8
+
+
+def test_a_loss_beyond_float32_has_diverged(tmp_path):
+    (tmp_path / "result.json").write_text('{"loss": 1.5e308, "curve": [[0, 2.0], [1, 1e300]]}')
+    run = read_run(tmp_path, Cell("a", 0.1, 0))
+    assert (run.loss, run.curve, run.error) == (None, ((0, 2.0),), "loss is 1.5e+308")

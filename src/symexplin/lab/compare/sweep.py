@@ -67,12 +67,11 @@ def compare(
 
 @contextlib.contextmanager
 def opened(kind: Kind, out: str | Path, resume: bool, mix_code: bool, echo: Echo, name: str = "") -> "Iterator[Sweep]":
-    """Claim the folder of a comparison, check it, and save the settings in it."""
+    """Claim the folder of a comparison, and check it."""
     check_executor(kind.grid)
     with claimed(out, "comparison", {CONFIG, DEMO}) as folder:
         check_unused(folder / CONFIG, "a comparison", resume)
         first = kind.begin(folder)
-        replace_file(folder / CONFIG, dump_toml(kind.table()))
         most = f"{'up to ' if kind.grid.confirm_seeds else ''}{kind.grid.most_runs} runs"
         echo(f"{name}{first}; {most}")
         yield Sweep(kind, folder, mix_code, echo, name)
@@ -119,8 +118,10 @@ class Sweep:
         self._confirming = False
 
     def begin(self) -> list[Task]:
-        """Read what has ended, and return the runs to execute."""
-        return self._stage(self.grid.cells())
+        """Read what has ended, save the settings, and return the runs to execute."""
+        tasks = self._stage(self.grid.cells())
+        replace_file(self.folder / CONFIG, dump_toml(self.kind.table()))
+        return tasks
 
     def _stage(self, cells: Sequence[Cell]) -> list[Task]:
         self._cells += cells
