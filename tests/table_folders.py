@@ -16,7 +16,9 @@ STEPS = (0, 25, 50, 75, 100)
 CHOSE = 99  # the seed that chooses between learning rates
 
 
-def panel_folder(folder, variants, loss, lrs=(0.001, 0.01), seeds=(0, 1, 2), curve=None, stats=None, judged=False, **facts):
+def panel_folder(
+    folder, variants, loss, lrs=(0.001, 0.01), seeds=(0, 1, 2), curve=None, stats=None, judged=False, **facts
+):
     """Write the comparison.json of runs and return the comparison.
 
     Args:
@@ -100,6 +102,14 @@ def table_folder(out, name, loss, scale="mini", missing=(), **changes):
     for panel in table.panels:
         if panel.name not in missing:
             folder = out / PANELS / panel.name
-            panel_folder(folder, list(table.labels), loss, config=panel.config.table(), labels=table.labels, judged=True, **changes)
+            panel_folder(
+                folder,
+                list(table.labels),
+                loss,
+                config=panel.config.table(),
+                labels=table.labels,
+                judged=True,
+                **changes,
+            )
             (folder / "report.html").write_text("")
     return out

@@ -165,7 +165,11 @@ def test_what_one_scale_alone_can_test_is_no_test_elsewhere(tmp_path):
 
 def test_scales_are_read_from_the_runs(tmp_path):
     def stats(_, __, seed):
-        return {"e/mean": 1.3 + 0.01 * seed, "l/mean": 0.25 * (0.6 + 0.01 * seed), "kappa/mean": 0.25 * 7.5 * (0.97 + 0.01 * seed)}
+        return {
+            "e/mean": 1.3 + 0.01 * seed,
+            "l/mean": 0.25 * (0.6 + 0.01 * seed),
+            "kappa/mean": 0.25 * 7.5 * (0.97 + 0.01 * seed),
+        }
 
     maps = {"B": sel.preset("paper").resolve(64).to_dict()}  # beta and l are a quarter of those at 1024
     found = panel(tmp_path, {"A": 2.0, "B": 2.0}, maps=maps, stats=stats)

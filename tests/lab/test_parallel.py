@@ -171,7 +171,7 @@ def test_each_error_of_a_job_is_one_line_and_all_processes_have_its_status(folde
         (f"{new} --seed RANK", None, "settings must be those of process 0: train.seed"),
         (f"train {flags} --out {tmp_path}/b", "a full disk", "error: No space left on device"),
         (f"train {flags} --out {tmp_path}/d --parallel fsdp", "a full disk of one", "No space left on device"),
-        (f"train {flags} --out {tmp_path}/c", "no number", "ffn.up.weight; --resume continues at step 0"),
+        (f"train {flags} --out {tmp_path}/c", "no number", "a non-finite gradient; --resume continues at step 0"),
     ]
     long = f"train {flags} --parallel fsdp --warmup-steps 2 --lr-decay-steps 6 --checkpoint-every 3"
     slow = [(f"{long} --out {tmp_path}/e --steps 6", "a slow disk"), (f"{long} --out {tmp_path}/f --steps 3", None)]
@@ -189,7 +189,7 @@ def test_each_error_of_a_job_is_one_line_and_all_processes_have_its_status(folde
         assert other == (2, "", ""), line
     assert not (tmp_path / "a").exists()
     assert not [path for folder in "bd" for path in (tmp_path / folder / "checkpoints").iterdir()]
-    assert "blocks.0.ffn.up.weight" in read_json(tmp_path / "c" / "result.json")["error"]
+    assert "loss is nan" in read_json(tmp_path / "c" / "result.json")["error"]
 
 
 def workers_of(job):

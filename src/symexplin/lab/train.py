@@ -4,7 +4,7 @@ import contextlib
 import copy
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -84,6 +84,7 @@ class Trainer:
         loader = BatchLoader(corpus.train, context, train.batch_size, train.seed)
         # Not a bound method: the thread would keep this trainer, and the memory of its model, after the run.
         self._batches = Prefetched(partial(_load, loader, train.accumulation, ranks, self._device.type == "cuda"))
+        warnings.filterwarnings("ignore", message=r"step \d+: .* is not finite")  # the loop ends with an error
         self._autocast = config.compute.autocast == "on"
         if self._autocast:  # torch tells of the norms, whose weights stay in float32
             warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
@@ -105,26 +106,37 @@ class Trainer:
         self.step = 0
 
     def update(self) -> dict[str, float]:
-        """Take one optimizer step and return its loss, learning rate and norm of the unclipped gradient."""
+        """Take one optimizer step and return its loss, learning rate and norm of the unclipped gradient.
+
+        It waits for the device once, at the end.
+        """
         train = self.config.train
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * lr_factor(self.step, train)
         clear_gradients((p for group in self.optimizer.param_groups for p in group["params"]), self.config)
-        loss = self._backward()
+        losses, norm = self._backward(), self._step()
+        values = torch.stack([*losses, norm.to(losses[0].device, torch.result_type(losses[0], norm))]).tolist()
+        shares, *self.answers = self._ranks.columns(sum(values[:-1]), *self.ask())
+        loss = sum(shares) / self._ranks.size
+        self._check_finite(self.step + 1, loss=loss, gradient_norm=values[-1])
+        self.step += 1
+        return {"loss": loss, "lr": float(self.optimizer.param_groups[0]["lr"]), "grad_norm": values[-1]}
+
+    def _step(self) -> Tensor:
+        """Clip the gradients, unless the optimizer does so; take its step, and return their norm."""
+        if isinstance(self.optimizer, sel.RawSpaceOptimizer):  # which knows the norm of raw gradients
+            self.optimizer.step()
+            assert self.optimizer.grad_norm is not None
+            return whole(self.optimizer.grad_norm)
         parameters = list(self.model.parameters())
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        self._check_finite(self.step + 1, loss=loss, gradient_norm=float(whole(norm)))
         if self._clip:
-            nn.utils.clip_grads_with_norm_(parameters, train.max_grad_norm, norm)
+            nn.utils.clip_grads_with_norm_(parameters, self.config.train.max_grad_norm, norm)
         self.optimizer.step()
-        # SELAdamW clips the gradients of raw weights and scales, and knows their norm.
-        raw_norm = float(whole(getattr(self.optimizer, "grad_norm", norm)))
-        self._check_finite(self.step + 1, raw_gradient_norm=raw_norm)
-        self.step += 1
-        return {"loss": loss, "lr": float(self.optimizer.param_groups[0]["lr"]), "grad_norm": raw_norm}
+        return whole(norm)
 
-    def _backward(self) -> float:
-        """Compute the gradients of the next batch, this process's rows of each microbatch, and return its loss."""
+    def _backward(self) -> list[Tensor]:
+        """Compute the gradients of the next batch, this process's rows of each microbatch, and return their losses."""
         device, losses = self._device, []
         batches = self._batches(self.step)
         for place, batch in enumerate(batches, start=1):
@@ -136,9 +148,7 @@ class Trainer:
                     part: Tensor = self._trained(*inputs) / len(batches)
                 part.backward()  # type: ignore[no-untyped-call]
             losses.append(part.detach())
-        loss = sum(torch.stack(losses).tolist())  # the only synchronisation with the device per step
-        shares, *self.answers = self._ranks.columns(loss, *self.ask())
-        return sum(shares) / self._ranks.size
+        return losses
 
     def evaluate(self) -> float:
         """Return the mean loss on the held-out batches, in nats per token."""
@@ -197,19 +207,26 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
 
     def _check_finite(self, step: int, **values: float) -> None:
-        """Raise NonFiniteError if any of `values` is not finite, with the first layer that is not."""
+        """Raise NonFiniteError if any of `values` is not finite, with the layer where that began."""
         bad = [f"{name.replace('_', ' ')} is {value}" for name, value in values.items() if not math.isfinite(value)]
         if bad:
             raise NonFiniteError(f"step {step}: {', '.join(bad)}; {self._culprit()}")
 
     def _culprit(self) -> str:
+        """Return the layer to blame: the backward pass carries what is not finite from it to all layers before it."""
         named = list(self.model.named_parameters())
-        tensors = [("weight", name, parameter.detach()) for name, parameter in named]
-        tensors += [("gradient", name, p.grad) for name, p in named if p.grad is not None]
-        blamed = (
-            (order, f"first layer with a non-finite {what}: {name}")
-            for order, (what, name, tensor) in enumerate(tensors)
-            if not local(tensor).isfinite().all()
-        )
-        mine = next(blamed, (math.inf, "all weights and gradients are finite"))
-        return min(self._ranks.gather(mine))[1]  # another process may have the part to blame
+        gradients = self._not_finite((name, p.grad) for name, p in named if p.grad is not None)
+        if gradients and gradients[-1] != named[-1][0]:
+            return f"last layer with a non-finite gradient: {gradients[-1]}"
+        if gradients:
+            return "all layers have a non-finite gradient"
+        weights = self._not_finite((name, parameter.detach()) for name, parameter in named)
+        if weights:
+            return f"first layer with a non-finite weight: {weights[0]}"
+        return "all weights and gradients are finite"
+
+    def _not_finite(self, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Return the names of tensors that are not finite in any process, in their order."""
+        own = [(name, bool(local(tensor).isfinite().all())) for name, tensor in tensors]
+        every = self._ranks.gather([is_finite for _, is_finite in own])
+        return [name for (name, _), *flags in zip(own, *every, strict=True) if not all(flags)]

@@ -95,7 +95,7 @@ def ended(work):
 def test_a_result_does_not_count_unless_its_process_ended_with_status_0_or_it_is_an_error(tmp_path):
     """A program may write its result at each evaluation."""
     early = "import pathlib, sys; pathlib.Path('{}', 'result.json').touch(); print('train: begun', flush=True); "
-    diverged = early.replace("touch()", "write_text('{\"error\": \"nan\"}')")
+    diverged = early.replace("touch()", 'write_text(\'{"error": "nan"}\')')
     work = tasks(tmp_path, a=early, b=early + "sys.exit('three')", c=diverged + "sys.exit('three')")
     log = work[1].file(".log")
     said = f"its command failed with status 1 after it wrote result.json: train: begun / three (see {log})"
