@@ -1,3 +1,4 @@
+import errno
 import io
 import os
 import shutil
@@ -105,3 +106,20 @@ def test_parts_are_those_of_the_call_and_all_of_them_are_synced(tmp_path, monkey
     found = safetensors.torch.load_file(tmp_path / name)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_file_that_cannot_be_read_is_no_damage(tmp_path, monkeypatch):
+    """As after ESTALE on a network file system: nothing is deleted."""
+    for step in (3, 6):
+        save(tmp_path, step)
+    before = newest(tmp_path)
+
+    def stale(path):
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("symexplin.lab.checkpoint.file_digest", stale)
+        with pytest.raises(OSError, match="Stale file handle"):
+            tidy(tmp_path, print)
+    assert newest(tmp_path) == before
+    assert tidy(tmp_path, print)[0] == before[0]
