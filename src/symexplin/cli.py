@@ -310,7 +310,8 @@ def _compare(
       symexplin compare --data data --out runs/c --lrs 1e-3 --seeds 0 1 2 \
         --variants AdamW mine flat --variant mine.preset=paper mine.map.beta=5 \
         --variant flat.home=none flat.train.weight_decay=0.1
-      symexplin compare --out runs/mine --variants adamw sel --lrs 1e-3 3e-3 --confirm-seeds 1 2 3 \
+      symexplin compare --out runs/mine --variants adamw sel --lrs 1e-3 3e-3 \
+        --confirm-seeds 1 2 3 \
         --command "python train.py {variant} --lr {lr} --seed {seed} --out {out}"
     """
     from symexplin.lab.compare.kinds import configured, kind_of

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 import re
 
@@ -172,9 +173,17 @@ def test_seeds_that_confirm_have_no_say_in_the_learning_rates_and_count_alone():
 @pytest.mark.parametrize(
     ("lr", "lost", "words"),
     [
-        (0.1, False, "The best of 2 variants is B: at the best learning rate of both, 0.1, B ends at 2.0333 ± 0.1528"),
-        (0.2, False, "The best of 2 variants is B: at its best learning rate, 0.2, B ends at 2.0333 ± 0.1528"),
-        (0.1, True, "The best of 2 variants is C: at the best learning rate of both, 0.1, C ends at 3.1000 ± 0.1000"),
+        (
+            0.1,
+            False,
+            "B has the lowest loss. At the best learning rate of both, 0.1, B ends at 2.0333 ± 0.1528",
+        ),
+        (0.2, False, "B has the lowest loss. At its best learning rate, 0.2, B ends at 2.0333 ± 0.1528"),
+        (
+            0.1,
+            True,
+            "C has the lowest loss. At the best learning rate of both, 0.1, C ends at 3.1000 ± 0.1000",
+        ),
     ],
 )
 def test_the_verdict_is_of_the_lowest_variant_in_at_most_two_sentences(lr, lost, words):
@@ -183,7 +192,7 @@ def test_the_verdict_is_of_the_lowest_variant_in_at_most_two_sentences(lr, lost,
     judge = [run(r.variant, r.lr, None, r.seed) if lost and r.variant == "B" else r for r in runs_of(table)]
     chose = [run(r.variant, r.lr, r.loss, 7) for r in judge if r.seed == 1]
     first, *second = compare([*chose, *judge], "A", confirm_seeds=(0, 1, 2)).verdict
-    assert first.startswith(words)
+    assert first.startswith(f"Of 2 variants, {words}")
     assert "; 99% interval " in first
     assert len(second) == (lr == 0.2)  # the shared rate, where it is another
 
@@ -268,3 +277,27 @@ def test_the_table_and_the_sentence_say_one_speedup_over_the_seeds():
     assert comparison.best[1].speedup == pytest.approx(1.5)
     assert "1.50x" in comparison.table()
     assert comparison.verdict[0].endswith("reaches that loss in 67% of the steps.")
+
+
+def test_a_noisy_variant_has_an_interval_of_its_own_and_says_so():
+    ends = {"A": [2.0, 2.1, 2.2], "quiet": [1.0, 1.11, 1.2], "noisy": [1.0, 3.1, 1.1]}
+    comparison = compare(runs_of({(name, 0.1): losses for name, losses in ends.items()}), "A")
+    quiet, noisy = (row.interval for row in comparison.best[1:])
+    assert (quiet.pooled, noisy.pooled) == (2, 1)
+    assert "found from its own seeds alone, which vary more than the others'" in " ".join(comparison.notes)
+    assert " ".join(comparison.verdict).count("vary more") == 0
+    assert "speedup" in comparison.table()
+    runs = [dataclasses.replace(run, curve=run.curve[-1:]) for run in comparison.runs]
+    assert "speedup" not in compare(runs, "A").table()
+
+
+def test_runs_in_both_tables_have_one_interval():
+    table = {("A", 0.1): [2.0, 2.1, 2.2], ("B", 0.1): [1.9, 2.01, 2.0], ("C", 0.1): [3.0, 2.0, 4.0]}
+    table |= {("C", 0.2): [1.8, 1.9, 2.1]}
+    chose = [
+        run(name, lr, losses[1], 7)
+        for (name, lr), losses in {**table, ("A", 0.2): [0, 9.0], ("B", 0.2): [0, 9.0]}.items()
+    ]
+    comparison = compare([*chose, *runs_of(table)], "A", confirm_seeds=(0, 1, 2))
+    assert comparison.shared[1] == comparison.best[1]
+    assert comparison.shared[2].lr != comparison.best[2].lr

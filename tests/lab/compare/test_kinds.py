@@ -17,7 +17,7 @@ from symexplin.lab.compare.sweep import compare
 from symexplin.lab.config import ComputeConfig, LogConfig, TrainConfig
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.run import train
-from symexplin.lab.settings import dump_toml, from_table, load_toml
+from symexplin.lab.settings import dump_toml, from_table, load_toml, to_table
 
 NAMES = [f"{variant}-lr{lr}-seed{seed}" for seed in (0, 3) for lr in (0.001, 0.01) for variant in ("AdamW", "default")]
 pytestmark = pytest.mark.usefixtures("undrawn")  # but for what a fixture of the module draws once
@@ -267,3 +267,16 @@ def test_tables_of_settings_say_what_is_compared(tmp_path):
             configured(tmp_path, resume=True)
     (tmp_path / "compare.toml").write_text("")
     assert configured(tmp_path, {"data": "data"}, resume=True).data == "data"
+
+
+def test_the_folder_of_a_command_is_absolute_and_stays(tmp_path, monkeypatch):
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path / "sub")
+    given = {"command": "true {variant} {lr} {seed} {out}", "cwd": "..", "compare": {"variants": ["a", "b"]}}
+    config = configured(tmp_path / "c", given, resume=False)
+    assert config.cwd == str(tmp_path)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "compare.toml").write_text(dump_toml(to_table(config)))
+    assert configured(tmp_path / "c", {}, resume=True).cwd == str(tmp_path)
+    with pytest.raises(ValueError, match=r"cwd must be a folder, got .*none"):
+        configured(tmp_path / "d", {**given, "cwd": "none"}, resume=False)

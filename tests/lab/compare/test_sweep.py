@@ -211,4 +211,4 @@ def test_a_resumed_comparison_runs_where_it_was_begun(run, tmp_path, monkeypatch
 def test_a_loss_beyond_float32_has_diverged(tmp_path):
     (tmp_path / "result.json").write_text('{"loss": 1.5e308, "curve": [[0, 2.0], [1, 1e300]]}')
     run = read_run(tmp_path, Cell("a", 0.1, 0))
-    assert (run.loss, run.curve, run.error) == (None, ((0, 2.0),), "loss is 1.5e+308")
+    assert (run.loss, run.curve, run.error) == (None, ((0, 2.0),), "loss is 1.5e+308, beyond float32")

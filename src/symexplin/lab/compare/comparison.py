@@ -181,6 +181,11 @@ class Comparison:
         """Return those of the :meth:`counted` runs that stayed finite."""
         return {seed: run for seed, run in self.counted(variant, lr).items() if run.loss is not None}
 
+    @cached_property
+    def has_curves(self) -> bool:
+        """Whether runs have evaluations before the last one."""
+        return any(len(run.curve) > 1 for run in self.runs)
+
     def folder_of(self, run: Run) -> Path:
         """Return the folder of a run."""
         return self.folder / RUNS / Cell(run.variant, run.lr, run.seed).name
@@ -241,7 +246,9 @@ class Comparison:
     @cached_property
     def shared(self) -> tuple[Row, ...]:
         """The rows of all variants at the shared learning rate, the baseline's first."""
-        return self._judged([self._row(variant, self.shared_lr) for variant in self.variants])
+        rows = self._judged([self._row(variant, self.shared_lr) for variant in self.variants])
+        # Runs that are in both tables have one interval.
+        return tuple(best if best.lr == row.lr else row for best, row in zip(self.best, rows, strict=True))
 
     @cached_property
     def best(self) -> tuple[Row, ...]:
@@ -319,7 +326,7 @@ class Comparison:
             return [self._at_own_lr(row) for row in others]
         first = self._at_own_lr(leader)
         if len(others) > 1:
-            first = f"The best of {len(others)} variants is {self.label(leader.variant)}: a{first[1:]}"
+            first = f"Of {len(others)} variants, {self.label(leader.variant)} has the lowest loss. {first}"
         if leader.interval is not None and leader.interval.chose:
             return [first, f"There is no verdict, since {CHOSE}."]
         if len(leader.seeds) < ENOUGH_SEEDS:
@@ -401,6 +408,8 @@ class Comparison:
             return interval.words
         low, high, least = (self.shown(end, "+") for end in (interval.low, interval.high, interval.half_width))
         words = f"{interval.words}; 99% interval {low} to {high}"
+        if interval.family > interval.pooled == 1:
+            words += ", found from its own seeds alone, which vary more than the others'"
         if not interval.decides:
             words += f"; the smallest mean that would count is {least[1:]}"
         return "; ".join(filter(None, (words, interval.advice)))
@@ -410,12 +419,12 @@ class Comparison:
         lines = []
         spread = " ± standard deviation" if len(self.counted_seeds) > 1 else ""
         for title, rows in self.tables:
-            cells = [("variant", "lr", f"loss{spread}", "difference", "speedup")]
+            cells = [("variant", "lr", f"loss{spread}", "difference", *(["speedup"] if self.has_curves else []))]
             for row in rows:
                 lr = "-" if row.lr is None else f"{row.lr:g}"
                 delta = "-" if row.delta is None or row is rows[0] else self.shown(row.delta, "+")
-                speed = "-" if row is rows[0] else _speedup(row)
-                cells.append((self.label(row.variant), lr, self._loss(row), delta, speed))
+                speed = ["-" if row is rows[0] else _speedup(row)] if self.has_curves else []
+                cells.append((self.label(row.variant), lr, self._loss(row), delta, *speed))
             lines += [title.lower(), textwrap.indent(format_columns(cells), "  ")]
         return "\n".join(lines)
 

@@ -69,7 +69,7 @@ def configured(out: str | Path, *tables: Mapping[str, Any], resume: bool) -> "Co
     own = ("command", "cwd", "compare", "cluster")
     if others := differences({}, {name: value for name, value in given.items() if name not in own}):
         raise ValueError(f"{', '.join(others)} must be left to the command in a comparison of a command")
-    return from_table(CommandConfig, {"cwd": str(Path.cwd()), **table})
+    return from_table(CommandConfig, {**table, "cwd": str(Path(table.get("cwd", ".")).resolve())})
 
 
 # --- Runs of the laboratory ------------------------------------------------------------------------------------------
@@ -202,6 +202,8 @@ class CommandConfig(Schema):
         """Check the command and the names of the variants."""
         super().__post_init__()
         grid = self.compare
+        if self.cwd is not None and not Path(self.cwd).is_dir():
+            raise ValueError(f"cwd must be a folder, got {self.cwd!r}")
         with naming(f"command must be words as for a shell, with any other braces doubled, got {self.command!r}"):
             words = shlex.split(self.command)
             fields = [field for word in words for field in string.Formatter().parse(word)]
@@ -248,12 +250,9 @@ class Command:
     def begin(self, folder: Path) -> str:
         """Return the command; raise ValueError if the runs in the folder are of another one."""
         command = self._config.command
-        if (folder / CONFIG).exists():
-            saved = saved_config(CommandConfig, folder / CONFIG).command
-            if saved != command and any(map(has_ended, folder.glob(f"{RUNS}/*"))):
-                raise ValueError(
-                    f"command must be {saved!r}, as in {str(folder)!r}, got {command!r}: choose a new --out"
-                )
+        saved = load_toml(folder / CONFIG).get("command", command) if (folder / CONFIG).exists() else command
+        if saved != command and any(map(has_ended, folder.glob(f"{RUNS}/*"))):
+            raise ValueError(f"command must be {saved!r}, as in {str(folder)!r}, got {command!r}: choose a new --out")
         return command + self._note
 
     def task(self, label: str, cell: Cell, folder: Path) -> Task:

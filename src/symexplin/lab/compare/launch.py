@@ -263,7 +263,9 @@ class _Process:
     def reason(self, status: int, timeout: float | None) -> str:
         """Return why the process with a status has not ended well."""
         if self.stopped is not None:
-            return f"it took longer than --timeout {timeout:g} minutes, and was stopped"
+            killed = f"; it ignored SIGTERM, and was killed {_PATIENCE / _MINUTE:g} minutes later"
+            late = f"it took longer than --timeout {timeout:g} minutes, and was stopped"
+            return late + (killed if status == -signal.SIGKILL else "")
         if status < 0:
             return f"{signal_name(-status)} killed its process, perhaps for lack of memory (try fewer --jobs)"
         said = _last_lines(self._log_path)

@@ -112,6 +112,7 @@ class Sweep:
         self.comparison: Comparison | None = None
         self._echo, self._name = echo, name
         self._lost: set[str] = set()  # variants of which a process or job has failed
+        self._spoiled: set[str] = set()  # variants of which a result cannot be read
         self._cells: list[Cell] = []  # of both stages, in order
         self._runs: dict[Cell, Run] = {}
         self._left: dict[Path, tuple[Cell, str]] = {}  # with their labels
@@ -162,7 +163,7 @@ class Sweep:
         """The end of an error: what to do after a process or job has failed."""
         if not self._lost:
             return ""
-        rest = [variant for variant in self.grid.variants if variant not in self._lost]
+        rest = [variant for variant in self.grid.variants if variant not in self._lost | self._spoiled]
         leave_out = f", or leave the variant out with --resume --variants {shlex.join(rest)}"
         return f"; correct that and --resume{leave_out if len(rest) > 1 and self.grid.base in rest else ''}"
 
@@ -171,6 +172,7 @@ class Sweep:
             run = self._runs[cell] = read_run(self.folder / RUNS / cell.name, cell)
         except ValueError as error:
             self.failures.append(f"{label}: {error}")
+            self._spoiled.add(cell.variant)
             if self._runs:
                 self._echo(f"failed: {self.failures[-1]}")
             return
@@ -255,7 +257,8 @@ def _run(content: bytes, cell: Cell) -> Run:
     if is_finite := abs(loss) <= _LARGEST:
         curve = [*curve[:-1], (steps[-1] if steps else 0.0, loss)]
     kept = tuple((int(step), value) for step, value in curve if abs(value) <= _LARGEST)
-    why = None if is_finite else str(ended_early or f"loss is {loss}")
+    beyond = ", beyond float32" if math.isfinite(loss) else ""
+    why = None if is_finite else str(ended_early or f"loss is {loss}{beyond}")
     return Run(*cell, kept, _positive("seconds", result), _positive("tokens_per_second", result), why)
 
 
