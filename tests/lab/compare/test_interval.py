@@ -94,7 +94,6 @@ def test_so_many_more_seeds_would_settle_a_difference_of_this_size():
     assert interval.advice == f"about {more} more seeds would settle it if the true difference is as large"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", verdicts.KINDS)
 @pytest.mark.parametrize(("variants", "seeds"), [*itertools.product(verdicts.VARIANTS, verdicts.SEEDS)])
 def test_noise_is_called_better_or_worse_in_at_most_one_comparison_of_a_hundred(variants, seeds, kind):
