@@ -336,3 +336,8 @@ def test_a_failed_convert_leaves_the_model_unchanged():
     assert model[0](x).shape == (5, 20)
     with pytest.raises(ValueError, match=r"mode 'mismatch' needs .* e\*kappa\*exp\(-n\) > \|l\|"):
         sel.convert(network(), strong("paper", l=sel.Scale("row", start=8.0)))
+
+
+def test_scales_that_the_optimizer_refuses_are_refused_by_convert():
+    with pytest.raises(ValueError, match=r"scales of mode 'exp_only' must have a positive product, got s\.start -1"):
+        sel.convert(nn.Sequential(nn.Linear(3, 3)), sel.SELConfig(s=sel.Scale(start=-1.0)))

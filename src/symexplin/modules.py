@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from symexplin.checks import check_flag, naming
+from symexplin.closed import Closed
 from symexplin.config import SELConfig, check_config
 from symexplin.routes import check_model, is_convertible, routing
 from symexplin.spec import CurvedBase, CurvedWeight, ScaleTensor, Spec, sides
@@ -169,8 +170,11 @@ def _curved(spec: Spec, parts: Sequence[Tensor]) -> CurvedWeight:
     return CurvedWeight(spec, raw, dict(zip((tensor.name for tensor in spec.tensors), tensors, strict=True)))
 
 
-def _pull(curved: CurvedWeight, g: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of `parts` for a gradient `g` of the effective weight."""
+def _pull(curved: CurvedWeight, g: Tensor, parts: Sequence[Tensor], effective: Tensor | None = None) -> list[Tensor]:
+    """Return the gradients of `parts` for a gradient `g` of the effective weight, which may be known."""
+    if curved.spec.is_closed:  # the slope follows from the weight
+        weight = curved.effective() if effective is None else effective
+        return [(g * Closed.of(curved.spec.config).slope(weight)).to(parts[0].dtype)]
     raw, tensors = curved.pullback(g)
     return [grad.to(part.dtype) for grad, part in zip((raw, *tensors.values()), parts, strict=True)]
 
@@ -208,13 +212,13 @@ class _Linear(torch.autograd.Function):
         x, *parts = ctx.saved_tensors
         curved, is_oi = _curved(ctx.spec, parts), ctx.spec.axes == "oi"
         rows, inputs = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
-        g_x = None
+        g_x = weight = None
         if ctx.needs_input_grad[1]:
-            weight = curved.effective(g.dtype)
-            g_x = g @ (weight if is_oi else weight.mT)
-            del weight  # before the tensors of the pullback
+            weight = curved.effective()
+            g_x = g @ (weight if is_oi else weight.mT).to(g.dtype)
+            weight = weight if ctx.spec.is_closed else None  # before the tensors of the pullback
         g_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return None, g_x, g_bias, *_pull(curved, rows.mT @ inputs if is_oi else inputs.mT @ rows, parts)
+        return None, g_x, g_bias, *_pull(curved, rows.mT @ inputs if is_oi else inputs.mT @ rows, parts, weight)
 
 
 def _start(plain: Tensor, spec: Spec, position: int) -> Start:
@@ -223,6 +227,8 @@ def _start(plain: Tensor, spec: Spec, position: int) -> Start:
     Raises:
         ValueError: a weight is not finite or out of the map's reach.
     """
+    if spec.is_closed:
+        Closed.of(spec.config)  # raises for scales that no home trains with
     tensors = spec.first_values(plain.dtype, plain.device, position)
     raw = torch.empty_like(plain)
     if not plain.is_meta:
