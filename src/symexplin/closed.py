@@ -16,6 +16,7 @@ For sinh, v' - v = 2c cosh(kappa (w + step/2)) sinh(kappa step/2). A form that i
 digits when a large step shrinks the weight by orders of magnitude; hence two forms, which change at |x| = 1.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -44,6 +45,7 @@ class Closed(NamedTuple):
     c: float
 
     @staticmethod
+    @functools.cache
     def of(config: SELConfig) -> "Closed":
         """Return the closed form of a resolved configuration.
 

@@ -280,7 +280,7 @@ class SELConfig:
         return ", ".join(words)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the configuration as nested dicts, tuples, strings and numbers."""
+        """Return the configuration as nested dicts, sequences, strings and numbers."""
         plain = dataclasses.asdict(self)
         return {key: list(v) if isinstance(v, tuple) else v for key, v in plain.items()}
 

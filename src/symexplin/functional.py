@@ -9,7 +9,7 @@ from torch import Tensor
 from symexplin.checks import check_choice, check_flag, check_not_negative, check_positive
 from symexplin.config import BETA_AT_1024, CURVATURES, MODES, auto_beta
 from symexplin.modes import Scales, Value
-from symexplin.transform import compute_dtype, forward, invert, where_float64_is
+from symexplin.transform import compute_dtype, forward, invert, on_float64_device
 
 __all__ = ["Scales", "anneal", "auto_beta", "beta_for", "effective", "inverse"]
 
@@ -136,7 +136,7 @@ def inverse(
     True
     """
     _check_tensor("t", t)
-    m = where_float64_is(m).double() if isinstance(m, Tensor) else m
+    m = on_float64_device(m).double() if isinstance(m, Tensor) else m
     kappa, normalizer = _curvature(mode, beta, m, curvature, beta_tilde, normalize)
     return invert(mode, t, Scales(normalizer, e, l, kappa, n, s))
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from symexplin.config import DECAYED_ROLES, SELConfig
 from symexplin.derivatives import pullback
 from symexplin.modes import Scales, Value
-from symexplin.transform import compute_dtype, forward, invert, where_float64_is
+from symexplin.transform import compute_dtype, forward, invert, on_float64_device
 
 __all__ = [
     *("CurvedBase", "CurvedWeight", "ScaleTensor", "Spec"),
@@ -302,7 +302,7 @@ class CurvedWeight(NamedTuple):
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return the matrix product, rounded once, also under autocast and for every float32 matmul precision."""
     with torch.autocast(a.device.type, enabled=False):
-        return (where_float64_is(a).double() @ where_float64_is(b).double()).to(a)
+        return (on_float64_device(a).double() @ on_float64_device(b).double()).to(a)
 
 
 class CurvedBase(nn.Module):

@@ -19,7 +19,7 @@ __all__ = [
     "forward",
     "invert",
     "tolerance",
-    "where_float64_is",
+    "on_float64_device",
 ]
 
 
@@ -40,10 +40,10 @@ def compute_dtype(*values: object) -> torch.dtype:
     return torch.float64 if has_double else torch.float32
 
 
-def where_float64_is(tensor: Tensor) -> Tensor:
+def on_float64_device(tensor: Tensor) -> Tensor:
     """Return a tensor on the CPU if its device has no float64, else itself.
 
-    >>> where_float64_is(torch.zeros(2, dtype=torch.float32)).device
+    >>> on_float64_device(torch.zeros(2, dtype=torch.float32)).device
     device(type='cpu')
     """
     return tensor.cpu() if tensor.device.type == "mps" else tensor
@@ -102,7 +102,7 @@ def invert(mode: str, t: Tensor, scales: Scales) -> Tensor:
     tensor([-1.0000e+00,  0.0000e+00,  1.0000e-12], dtype=torch.float64)
     """
     dtype, device = compute_dtype(t), t.device
-    t = where_float64_is(t)
+    t = on_float64_device(t)
     values = [_tensor_of(value, t.device) for value in scales[1:-1]]  # all but the normalizer and delta
     shape = torch.broadcast_shapes(t.shape, *(value.shape for value in values))  # type: ignore[no-untyped-call]
     lists = [t.expand(shape).reshape(-1), *(v if v.dim() == 0 else v.expand(shape).reshape(-1) for v in values)]

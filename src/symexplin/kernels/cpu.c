@@ -57,7 +57,6 @@ typedef struct {
 } Call;
 
 enum { NORM, STEP, PULL, PUSH, PRODUCT }; /* kinds: those of products come after PRODUCT */
-enum { FLOAT, BF16 }; /* weights and gradients */
 /* Arrays of a block of entries fit the first-level cache, as do those of a row's strips: the longer ones of sums, whose
    ends take time, and the shorter ones between which later entries are fetched into the second-level cache. AHEAD: how
    many entries later; for sums, two rows. PAD makes the addresses of sums differ modulo 4096. */
@@ -69,9 +68,8 @@ INLINE uint32_t bits_of(float x) { return ((union { float x; uint32_t bits; }){x
 INLINE float from_bits(uint32_t bits) { return ((union { uint32_t bits; float x; }){bits}).x; }
 INLINE float flipped(float x, float w) { return from_bits(bits_of(x) ^ (bits_of(w) & 0x80000000u)); }
 
-INLINE float number(int as, const void *p, int64_t at) {
-    return as == BF16 ? from_bits((uint32_t)((const uint16_t *)p)[at] << 16) : ((const float *)p)[at];
-}
+/* The number of a bfloat16. */
+INLINE float widened(const void *p, int64_t at) { return from_bits((uint32_t)((const uint16_t *)p)[at] << 16); }
 
 /* The nearest bfloat16, ties to even; NaN gets torch's bits. */
 INLINE uint16_t rounded(float x) {
@@ -130,14 +128,14 @@ INLINE float direction(Step k, float g, float *m, float *s) {
 
 static void copy_in(int64_t bf16, const void *from, int64_t at, int64_t count, Out to) {
     if (!bf16) memcpy(to, (const float *)from + at, (size_t)count * sizeof(float));
-    for (int64_t i = 0; bf16 && i < count; i++) to[i] = number(BF16, from, at + i);
+    for (int64_t i = 0; bf16 && i < count; i++) to[i] = widened(from, at + i);
 }
 
 /* Weights, or their masters, except where a weight is not its rounded master: somebody wrote it. */
 static void copy_weights(const Call *x, int64_t item, int64_t at, int64_t count, Out to) {
     if (!x->masters) copy_in(x->bf16, x->weights[item], at, count, to);
     for (int64_t i = 0; x->masters && i < count; i++) {
-        float w = number(BF16, x->weights[item], at + i), master = x->masters[item][at + i];
+        float w = widened(x->weights[item], at + i), master = x->masters[item][at + i];
         to[i] = (uint32_t)rounded(master) << 16 == bits_of(w) ? master : w;
     }
 }
@@ -261,9 +259,9 @@ static void closed_task(const Call *x, Task task, int64_t index) {
 /* ---- maps whose kappa, c and lambda are products of a row's and a column's factor ---- */
 
 /* w_eff = c_i c_j sign(w) expm1(kappa_i kappa_j |w|) + lambda_i lambda_j u(w) + A B; u(w) is |w| with `mismatch`, else
-   w; without `exponential`, c is 0. With x = kappa_i kappa_j |w|, sums over a row or column are of g sign(w) expm1(x) times
-   the other dimension's c, of g w exp(x) times its c kappa or, with `normalized`, g sign(w) (x exp(x) - expm1(x)) times
-   its c, and of g u(w) times its lambda. */
+   w; without `exponential`, c is 0. With x = kappa_i kappa_j |w|, sums over a row or column are of g sign(w) expm1(x)
+   times the other dimension's c, of g w exp(x) times its c kappa or, with `normalized`, g sign(w) (x exp(x) - expm1(x))
+   times its c, and of g u(w) times its lambda. */
 enum { KAPPA, C, LAMBDA, FACTORS }; /* kinds of factors */
 enum { BY_C, BY_KAPPA, BY_LAMBDA, SUMS }; /* kinds of sums */
 
@@ -313,7 +311,10 @@ INLINE void pull_of(int exponential, int64_t count, Factors f, float scale, uint
 #pragma omp simd
     for (int64_t j = 0; j < count; j++) {
         float F, E, slope = linear_slope(signs, f.lambda * f.lambdas[j], w[j]);
-        if (exponential) grow(f.kappa * f.kappas[j] * fabsf(w[j]), &F, &E, NULL), slope += of_row * (f.cs[j] * f.kappas[j]) * E;
+        if (exponential) {
+            grow(f.kappa * f.kappas[j] * fabsf(w[j]), &F, &E, NULL);
+            slope += of_row * (f.cs[j] * f.kappas[j]) * E;
+        }
         raw[j] = g[j] * scale * slope;
     }
 }
@@ -334,7 +335,10 @@ INLINE void push_of(int exponential, int64_t count, Factors f, uint32_t signs, I
 #pragma omp simd
     for (int64_t j = 0; j < count; j++) {
         float F, E, sum = f.lambda * f.lambdas[j] * linear_of(signs, w[j]);
-        if (exponential) grow(f.kappa * f.kappas[j] * fabsf(w[j]), &F, &E, NULL), sum += 2 * f.c * f.cs[j] * flipped(F, w[j]);
+        if (exponential) {
+            grow(f.kappa * f.kappas[j] * fabsf(w[j]), &F, &E, NULL);
+            sum += 2 * f.c * f.cs[j] * flipped(F, w[j]);
+        }
         v[j] = sum;
     }
 }
@@ -416,7 +420,8 @@ static void norm_rows(const Call *call, const Matrix *x, Task task, int64_t inde
                 const int64_t part = j + STRIP < count ? STRIP : count - j;
                 const Factors of_part = factors_of(call, x, call->of_rows, call->of_columns, i, from + j);
                 prefetch(w + j, 2 * x->cols, part, 4);
-                if (call->exponential) exponentials(part, &of_part, w + j, F + j, E + j, call->normalized ? D + j : NULL);
+                float *wanted = call->normalized ? D + j : NULL;
+                if (call->exponential) exponentials(part, &of_part, w + j, F + j, E + j, wanted);
                 prefetch(grad + j * size, 2 * x->cols, part, size);
             }
             Sums sums = sums_strip(call, count, &f, w, g, F, E, D, down);

@@ -13,7 +13,7 @@ from typing import Any
 from symexplin.lab.files import file_digest
 from symexplin.lab.provenance import provenance
 
-__all__ = ["changes", "mixed", "of_command", "of_package"]
+__all__ = ["changes", "mixed", "of_command", "of_package", "source"]
 
 _PACKAGE = Path(__file__).parents[1]
 _CODE = (".py", ".c", ".toml")
@@ -21,12 +21,18 @@ _LARGE = 2**26  # bytes; a larger file, such as one of data, is known by its siz
 
 
 @functools.cache
-def of_package() -> dict[str, Any]:
-    """Return the digest of this package's code, and what else its origin tells (:mod:`symexplin.lab.provenance`)."""
+def source() -> str:
+    """Return the digest of this package's code."""
     digest = hashlib.sha256()
     for path in sorted(path for path in _PACKAGE.rglob("*") if path.suffix in _CODE):
         digest.update(f"{path.relative_to(_PACKAGE)} {file_digest(path)}\n".encode())
-    return {"source": digest.hexdigest(), "provenance": provenance()}
+    return digest.hexdigest()
+
+
+@functools.cache
+def of_package() -> dict[str, Any]:
+    """Return the digest of this package's code, and its origin."""
+    return {"source": source(), "provenance": provenance()}
 
 
 def of_command(words: Sequence[str], folder: Path, out: Path) -> dict[str, Any]:

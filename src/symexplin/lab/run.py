@@ -33,7 +33,7 @@ from symexplin.lab.folders import (
     claimed,
     read_facts,
 )
-from symexplin.lab.identity import changes, mixed, of_package
+from symexplin.lab.identity import changes, mixed, of_package, source
 from symexplin.lab.maps import map_in_words, map_of, named_map
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import Ranks, joined
@@ -156,7 +156,7 @@ def _write_first(folder: Path, config: RunConfig, corpus: Corpus, ranks: Ranks) 
             "model": dataclasses.asdict(config.model),
             "tokenizer": {"name": corpus.tokenizer.name, "end_token": corpus.tokenizer.end_token},
             "config": to_table(config),
-            **of_package(),
+            "source": source(),
             "provenance": provenance(config.compute.device) | ({} if ranks.size == 1 else {"processes": ranks.size}),
         }
         write_json(folder / FACTS, facts)

@@ -136,13 +136,13 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     def _update(self, batch: Batch, clip: Tensor | None) -> None:
         """Update the scales and weights of a batch."""
         if batch.is_fused:
-            return batch.update(clip)
+            batch.update(clip)
+            return
         if scales := batch.scale_leaves(clip):
             self.rule_(scales, batch.group)
         for part in batch.parts():
             self.rule_(batch.pull(part, clip), batch.group)
             batch.push(part)
-        return None
 
     def _is_adamw(self) -> bool:
         """Whether the rule is AdamW's, so that kernels may take its place."""

@@ -10,6 +10,7 @@ computes the factors from the scales, and the gradients of the scales from a ker
 batch at once: a fixed number of operations, whatever their number.
 """
 
+import contextlib
 import functools
 import itertools
 from collections import Counter
@@ -238,7 +239,14 @@ class PackedScales:
         The sums are those of :meth:`symexplin.kernels.interface.ProductPlan.norm`. Where kappa normalizes, the second
         is the derivative with respect to ln kappa with c kappa constant, since that with c constant would cancel.
         """
-        before = None if active is None else self.gradient.clone()
+        with _writing(active, self.gradient):
+            self._write_gradients(sums)
+        norm: Tensor = torch.linalg.vector_norm(
+            self.gradient if active is None else torch.where(active, self.gradient, 0.0)
+        )
+        return norm
+
+    def _write_gradients(self, sums: Factors) -> None:
         by = [side.to(torch.float32) for side in sums]
         is_divided = divides(self.spec)
         for i, numbers in enumerate(self._numbers):
@@ -262,12 +270,6 @@ class PackedScales:
                     numbers.write(torch.mul, *pairs[0])
                 else:
                     numbers.write(torch.add, *(of * others for of, others in pairs))
-        own = self.gradient
-        if active is not None and before is not None:
-            own = torch.where(active, self.gradient, 0.0)
-            torch.where(active, self.gradient, before, out=self.gradient)
-        norm: Tensor = torch.linalg.vector_norm(own)
-        return norm
 
     def _others(self, i: int, kind: int) -> Tensor:
         """Return what numbers multiply in a kind of factors of their rows or columns."""
@@ -286,14 +288,10 @@ class PackedScales:
 
     def update(self, rates: Rates, clip: Tensor | None, active: Tensor | None) -> None:
         """Apply AdamW to the `active` numbers."""
-        tensors = (self.values, *self.moments)
-        before = [tensor.clone() for tensor in tensors] if active is not None else []
-        for tensor, plan in self._plans:
-            rate = self.entries[0].scale_rate(tensor)
-            plan.update(rates._replace(lr=rate, decay=rates.decay if tensor.decays else 0.0), clip)
-        if active is not None:
-            for packed, old in zip(tensors, before, strict=True):
-                torch.where(active, packed, old, out=packed)
+        with _writing(active, self.values, *self.moments):
+            for tensor, plan in self._plans:
+                rate = self.entries[0].scale_rate(tensor)
+                plan.update(rates._replace(lr=rate, decay=rates.decay if tensor.decays else 0.0), clip)
 
     def mask_of(self, entries: Sequence[Entry]) -> Tensor:
         """Return which numbers belong to these parameters, as a mask."""
@@ -303,6 +301,16 @@ class PackedScales:
                 first = int(entry.grads[name].storage_offset())
                 mask[first : first + entry.grads[name].numel()] = True
         return mask.to(self.values.device)
+
+
+@contextlib.contextmanager
+def _writing(active: Tensor | None, *tensors: Tensor) -> Iterator[None]:
+    """Keep all but the `active` numbers (a mask; None: all are) of tensors that are written meanwhile."""
+    before = [] if active is None else [tensor.clone() for tensor in tensors]
+    yield
+    if active is not None:
+        for tensor, old in zip(tensors, before, strict=True):
+            torch.where(active, tensor, old, out=tensor)
 
 
 def _places(entries: Sequence[Entry]) -> Iterator[_Place]:

@@ -12,7 +12,7 @@ from symexplin.optim.optimizer import RawSpaceOptimizer
 from symexplin.optim.shard import WHOLE, Shard, whole
 from symexplin.routes import check_model
 from symexplin.spec import CurvedWeight, is_weight
-from symexplin.transform import where_float64_is
+from symexplin.transform import on_float64_device
 
 __all__ = ["stats"]
 
@@ -56,9 +56,11 @@ class _Tally:
 
     def add(self, curved: CurvedWeight, size: int) -> None:
         """Add the local part of a tensor that has `size` entries over all processes."""
+        if not size:
+            return
         raw, scales = curved.raw, curved.scales()
         for role, value in scales._asdict().items():
-            if isinstance(value, Tensor) and role != "delta" and size:
+            if isinstance(value, Tensor) and role != "delta":
                 # Entries count 1 / size, so that the parts of a sharded tensor add up to its mean.
                 self._sum(role, value.expand(raw.shape), 1.0 / size)
         if is_weight(curved.spec.axes):
@@ -70,7 +72,7 @@ class _Tally:
                 self._add("", [x.numel(), int((x > 1.0).sum()), 0.0])
 
     def _sum(self, key: str, values: Tensor, each: float = 1.0) -> None:
-        values = where_float64_is(values).double()
+        values = on_float64_device(values).double()
         first, second = _total(values), _total(values * values)
         self._add(key, [each * values.numel(), each * first, each * second])
 

@@ -63,9 +63,16 @@ class Interval:
     @property
     def half_width(self) -> float:
         """Half of the interval, the smallest mean that would count; infinite where there is no verdict."""
-        if len(self.values) < ENOUGH_SEEDS or self.chose or _are_equal(self.values):
-            return math.inf
-        return self._half_width(len(self.values))
+        return math.inf if self._obstacle else self._half_width(len(self.values))
+
+    @property
+    def _obstacle(self) -> str:
+        """Why these numbers have no verdict, if they have none."""
+        if self.chose:
+            return CHOSE
+        if len(self.values) < ENOUGH_SEEDS:
+            return TOO_FEW
+        return EQUAL if math.isclose(min(self.values), max(self.values), rel_tol=_EQUAL_TO) else ""
 
     def _half_width(self, seeds: int) -> float:
         deviation = math.sqrt(_variance(self.values)) if self.deviation is None else self.deviation
@@ -91,12 +98,8 @@ class Interval:
     @property
     def verdict(self) -> str:
         """What the rule says of a difference of losses, where lower is better."""
-        if self.chose:
-            return CHOSE
-        if len(self.values) < ENOUGH_SEEDS:
-            return TOO_FEW
-        if _are_equal(self.values):
-            return EQUAL
+        if self._obstacle:
+            return self._obstacle
         if self.high < 0 or self.low > 0:
             return BETTER if self.high < 0 else WORSE
         return NOT_RESOLVED if min(self.values) > 0 or max(self.values) < 0 else NO_DIFFERENCE
@@ -137,14 +140,14 @@ def intervals(differences: Mapping[str, Mapping[int, float]]) -> dict[str, Inter
     """
     if not differences:
         return {}
-    usual = Counter(tuple(sorted(of)) for of in differences.values()).most_common(1)[0][0]
-    alike = [of for of in differences.values() if tuple(sorted(of)) == usual]
+    usual = Counter(map(frozenset, differences.values())).most_common(1)[0][0]
+    alike = [of for of in differences.values() if of.keys() == usual]
     pooled = _pooled_variance([[of[seed] for seed in usual] for of in alike]) if len(usual) > 1 else math.nan
     found = {}
     for variant, of in differences.items():
         values, family = tuple(of.values()), len(differences)
         own = _variance(values) if len(values) > 1 else math.nan
-        if tuple(sorted(of)) == usual and own <= pooled * _median(len(alike), len(usual)):
+        if of.keys() == usual and own <= pooled * _median(len(alike), len(usual)):
             found[variant] = Interval(values, math.sqrt(pooled), len(alike), family)
         else:
             found[variant] = Interval(values, family=family)
@@ -167,10 +170,6 @@ def _variance(values: Sequence[float]) -> float:
     """Return the variance with n - 1 degrees of freedom; that of `statistics` is exact, and a hundred times as slow."""
     mean = statistics.fmean(values)
     return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-
-
-def _are_equal(values: Sequence[float]) -> bool:
-    return math.isclose(min(values), max(values), rel_tol=_EQUAL_TO)
 
 
 @functools.cache
