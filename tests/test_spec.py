@@ -97,7 +97,7 @@ def test_values_gradients_and_inverse_are_those_of_single_elements(
     g = torch.randn(raw.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     (slope,) = torch.autograd.grad(value.sum(), raw, retain_graph=True)
     value.backward(g)
-    by_raw, by_tensor = curved.pullback(g)
+    by_raw, by_tensor = curved.vjp()[1](g)
     torch.testing.assert_close(curved.slope(), slope, rtol=1e-11, atol=1e-13)
     torch.testing.assert_close(by_raw, raw.grad, rtol=1e-11, atol=1e-13)
     assert list(by_tensor) == [tensor.name for tensor in curved.spec.tensors]
@@ -124,7 +124,7 @@ def test_a_product_of_low_rank_factors_is_exact_for_every_matmul_precision_and_u
     a, b, g = torch.randn(3, 64, 64, generator=torch.Generator().manual_seed(0)).unbind()
     curved = CurvedWeight(spec, torch.zeros(64, 64), {"delta_A": a, "delta_B": b})
     with STATES["medium"](), torch.autocast("cpu", torch.bfloat16):
-        products = [curved.effective(), *curved.pullback(g)[1].values()]
+        products = [curved.effective(), *curved.vjp()[1](g)[1].values()]
     expected = (a.double() @ b.double(), g.double() @ b.double().T, a.double().T @ g.double())
     torch.testing.assert_close(products, [value.float() for value in expected], rtol=1e-6, atol=1e-6)
 

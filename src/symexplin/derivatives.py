@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["expm1", "pullback", "ratio", "remainder", "signed_expm1"]
+__all__ = ["expm1", "ratio", "remainder", "signed_expm1", "vjp"]
 
 # Below this |x| differences are summed as series. Above it the closed forms lose at most a factor (e + (e - 1))/1 = 4.4
 # to cancellation, within the error bound of (8 + 4x) units of rounding.
@@ -17,18 +17,25 @@ _SERIES_BELOW = 1.0
 _SERIES_TERMS = {torch.float32: 12, torch.float64: 20}
 
 
-def pullback(function: Callable[..., Tensor], g: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients of the inputs for a gradient `g` of what a function returns.
+def vjp(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
+    """Return the value of a function, and the function from a gradient of this value to those of the inputs.
 
-    >>> pullback(torch.mul, torch.ones(1), torch.full((1,), 2.0), torch.full((1,), 3.0))
-    (tensor([3.]), tensor([2.]))
+    >>> value, pull = vjp(torch.mul, torch.full((1,), 2.0), torch.full((1,), 3.0))
+    >>> value, pull(torch.ones(1))
+    (tensor([6.]), (tensor([3.]), tensor([2.])))
     """
     # In any grad mode and inference mode of the caller's, and under any hooks for saved tensors, such as those that
     # keep activations on the CPU: torch.func.vjp refuses hooks.
     hooks = torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
     with torch.inference_mode(False), torch.enable_grad(), hooks:
         leaves = [(x.clone() if x.is_inference() else x.detach()).requires_grad_() for x in inputs]
-        return torch.autograd.grad(function(*leaves), leaves, g)
+        value = function(*leaves)
+
+    def pull(g: Tensor) -> tuple[Tensor, ...]:
+        with torch.inference_mode(False):
+            return torch.autograd.grad(value, leaves, g)
+
+    return value.detach(), pull
 
 
 def _itself(x: Tensor) -> Tensor:

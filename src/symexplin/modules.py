@@ -1,7 +1,7 @@
 """Layers that store raw weights (the paper's form): :class:`SELLinear`, and :func:`convert` for whole models."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -170,13 +170,19 @@ def _curved(spec: Spec, parts: Sequence[Tensor]) -> CurvedWeight:
     return CurvedWeight(spec, raw, dict(zip((tensor.name for tensor in spec.tensors), tensors, strict=True)))
 
 
-def _pull(curved: CurvedWeight, g: Tensor, parts: Sequence[Tensor], effective: Tensor | None = None) -> list[Tensor]:
-    """Return the gradients of `parts` for a gradient `g` of the effective weight, which may be known."""
-    if curved.spec.is_closed:  # the slope follows from the weight
-        weight = curved.effective() if effective is None else effective
-        return [(g * Closed.of(curved.spec.config).slope(weight)).to(parts[0].dtype)]
-    raw, tensors = curved.pullback(g)
-    return [grad.to(part.dtype) for grad, part in zip((raw, *tensors.values()), parts, strict=True)]
+def _vjp(spec: Spec, parts: Sequence[Tensor]) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
+    """Return the effective weight in the compute dtype, and the function from its gradient to those of `parts`."""
+    curved = _curved(spec, parts)
+    if spec.is_closed:  # the slope follows from the weight
+        weight = curved.effective()
+        return weight, lambda g: [(g * Closed.of(spec.config).slope(weight)).to(parts[0].dtype)]
+    weight, by_name = curved.vjp()
+
+    def pull(g: Tensor) -> list[Tensor]:
+        raw, tensors = by_name(g)
+        return [grad.to(part.dtype) for grad, part in zip((raw, *tensors.values()), parts, strict=True)]
+
+    return weight, pull
 
 
 class _Effective(torch.autograd.Function):
@@ -190,8 +196,8 @@ class _Effective(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        parts = ctx.saved_tensors
-        return None, *_pull(_curved(ctx.spec, parts), g, parts)
+        _, pull = _vjp(ctx.spec, ctx.saved_tensors)
+        return None, *pull(g)
 
 
 class _Linear(torch.autograd.Function):
@@ -210,15 +216,11 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, *parts = ctx.saved_tensors
-        curved, is_oi = _curved(ctx.spec, parts), ctx.spec.axes == "oi"
+        (weight, pull), is_oi = _vjp(ctx.spec, parts), ctx.spec.axes == "oi"
         rows, inputs = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
-        g_x = weight = None
-        if ctx.needs_input_grad[1]:
-            weight = curved.effective()
-            g_x = g @ (weight if is_oi else weight.mT).to(g.dtype)
-            weight = weight if ctx.spec.is_closed else None  # before the tensors of the pullback
+        g_x = g @ (weight if is_oi else weight.mT).to(g.dtype) if ctx.needs_input_grad[1] else None
         g_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return None, g_x, g_bias, *_pull(curved, rows.mT @ inputs if is_oi else inputs.mT @ rows, parts, weight)
+        return None, g_x, g_bias, *pull(rows.mT @ inputs if is_oi else inputs.mT @ rows)
 
 
 def _start(plain: Tensor, spec: Spec, position: int) -> Start:

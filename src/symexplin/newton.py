@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from symexplin.derivatives import pullback
+from symexplin.derivatives import vjp
 
 __all__ = ["bracketed", "newton"]
 
@@ -61,10 +61,10 @@ def bracketed(function: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
         low, high = torch.where(short, high, low), torch.where(short, 2.0 * high, high)
     x = torch.where(value(high) >= target, high, math.nan)
     for _ in range(_ITERATIONS + _BISECTIONS):
-        excess = value(x) - target
+        reached, pull = vjp(value, x)
+        excess = reached - target
         low, high = torch.where(excess <= 0.0, x, low), torch.where(excess >= 0.0, x, high)
-        (slope,) = pullback(value, torch.ones_like(x), x)
-        guess = x - excess / slope
+        guess = x - excess / pull(torch.ones_like(x))[0]
         inside = (guess >= low) & (guess <= high)
         step = torch.where(inside, guess, 0.5 * (low + high)) - x
         x = x + step

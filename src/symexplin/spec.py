@@ -11,7 +11,7 @@ dimension of outputs, column scales that of inputs, and both have that of the st
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from symexplin.config import DECAYED_ROLES, SELConfig
-from symexplin.derivatives import pullback
+from symexplin.derivatives import vjp
 from symexplin.modes import Scales, Value
 from symexplin.transform import compute_dtype, forward, invert, on_float64_device
 
@@ -29,6 +29,8 @@ __all__ = [
 ]
 
 Shape = tuple[int, ...]
+# From a gradient of the effective weight to that of the raw weight and those of the scales' tensors by name.
+Pull = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
 _AXES = ("oi", "io", "o", "eoi", "eio", "eo")
 
 
@@ -257,18 +259,23 @@ class CurvedWeight(NamedTuple):
 
     def slope(self) -> Tensor:
         """Return d w_eff / d w at every raw weight."""
-        return pullback(lambda raw: self._replace(raw=raw).effective(), torch.ones_like(self.raw), self.raw)[0]
+        _, pull = vjp(lambda raw: self._replace(raw=raw).effective(), self.raw)
+        return pull(torch.ones_like(self.raw))[0]
 
-    def pullback(self, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the gradients of the raw weight and of each scale's tensor for `g`, that of the effective weight."""
+    def vjp(self) -> tuple[Tensor, Pull]:
+        """Return the effective weight, and the function from its gradient to those of all that it depends on."""
         names = [tensor.name for tensor in self.spec.tensors]
 
         def effective(raw: Tensor, *tensors: Tensor) -> Tensor:
             return CurvedWeight(self.spec, raw, dict(zip(names, tensors, strict=True))).effective()
 
-        parts = self.raw, *(self.tensors[name] for name in names)
-        raw, *tensors = pullback(effective, g.to(self.raw.dtype), *parts)
-        return raw, dict(zip(names, tensors, strict=True))
+        value, pull = vjp(effective, self.raw, *(self.tensors[name] for name in names))
+
+        def by_name(g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            raw, *tensors = pull(g.to(self.raw.dtype))
+            return raw, dict(zip(names, tensors, strict=True))
+
+        return value, by_name
 
     def _value(self, role: str) -> Value:
         """Return a scale, or kappa for the absorbed curvature."""

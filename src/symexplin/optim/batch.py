@@ -148,7 +148,7 @@ class FormulaBatch(Batch):
             gradient, curved = entry.gradient().to(entry.dtype), None
             if entry.is_stored:
                 curved = entry.curved_weight()
-                gradient, entry.grads = curved.pullback(gradient)
+                gradient, entry.grads = curved.vjp()[1](gradient)
                 curved = curved._replace(tensors={name: scale.clone() for name, scale in curved.tensors.items()})
                 grads += [] if entry.shard.process_groups else entry.grads.values()
             elif entry.closed is not None:
