@@ -29,7 +29,7 @@ def _status(words):
     return 0
 
 
-def _execute(tasks, _out, _grid, echo):
+def _execute(tasks, _jobs, _timeout, echo):
     while tasks:
         task, said = tasks.popleft(), io.StringIO()
         task.begin()

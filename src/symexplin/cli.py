@@ -182,6 +182,7 @@ _Cwd = Annotated[
     str | None, Parameter(help="folder where the command runs; default: where it was begun", group="Settings")
 ]
 _Resume = Annotated[bool, _Switch, Parameter(help="continue in the folder, or start there if it is new")]
+_Submit = Annotated[bool, _Switch, Parameter(help="submit the jobs, with --cluster slurm")]
 _MixCode = Annotated[bool, _Switch, Parameter(help="resume although code has changed since runs began")]
 _Run = Annotated[str, Parameter(help="folder of a run, one of its checkpoints, or a model.safetensors")]
 _Weights = Annotated[str, Parameter(help="a safetensors file, or a folder of them")]
@@ -288,6 +289,7 @@ def _compare(
     out: _Folder,
     resume: _Resume = False,
     mix_code: _MixCode = False,
+    submit: _Submit = False,
 ) -> None:
     r"""Compare ways to train over learning rates and seeds.
 
@@ -303,6 +305,7 @@ def _compare(
     counts once it has ended with status 0.
 
     With --resume the same command continues a comparison that was stopped, or adds variants, learning rates and seeds.
+    With --cluster slurm it writes and submits a script, and ends: --resume tells what the jobs do, and goes on.
 
     Examples:
       symexplin compare --data data --out runs/c --lrs 1e-3 2e-3 4e-3 \
@@ -319,7 +322,7 @@ def _compare(
 
     program = {key: value for key, value in (("command", command), ("cwd", cwd)) if value is not None}
     settings = configured(out, _file(config), program, given, resume=resume)
-    compare(kind_of(settings), out, resume=resume, mix_code=mix_code, echo=_log)
+    compare(kind_of(settings), out, resume=resume, mix_code=mix_code, submit=submit, echo=_log)
 
 
 def _sample(
@@ -405,6 +408,7 @@ def _reproduce(
     out: _Path = None,
     resume: _Resume = False,
     mix_code: _MixCode = False,
+    submit: _Submit = False,
     plan: _Plan = False,
     results: _Path = None,
 ) -> None:
@@ -437,7 +441,8 @@ def _reproduce(
     if plan:
         print("\n".join(plan_lines(config.table(name, folder), config.panels)))
     else:
-        reproduce(name, folder, config, resume=resume, mix_code=mix_code, results=results, echo=_log)
+        switches = {"resume": resume, "mix_code": mix_code, "submit": submit}
+        reproduce(name, folder, config, results=results, echo=_log, **switches)
 
 
 def _figure(name: _Path = None, /, *sources: str, out: str = "figures") -> None:

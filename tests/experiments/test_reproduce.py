@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import os
 
 import pytest
 
@@ -90,32 +89,23 @@ def test_a_stopped_table_goes_on_to_the_same_losses_whatever_lies_beside_it(data
     assert [panel.name for panel in read_table(broken).panels if not panel.comparison] == ["128x2", "128x4"]
 
 
-def test_all_panels_are_submitted_at_once_with_what_each_asks_for(data, tmp_path, monkeypatch):
+def test_all_panels_are_written_at_once_with_what_each_asks_for(data, tmp_path, monkeypatch):
     """At the paper's scale: a GPU for a run, eight for those at width 3072, and no limit; no model is built."""
-    pytest.importorskip("submitit")
-    submitted = []
-
-    def execute(tasks, out, grid, _):
-        submitted.append([(task.folder.parent.parent.name, task.cluster.gpus, task.command) for task in tasks])
-        assert (grid.jobs, out) == (None, tmp_path / "out")
-        raise KeyboardInterrupt
-        yield
-
-    (tmp_path / "sbatch").write_text("#!/bin/sh\n")
-    (tmp_path / "sbatch").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(sweep, "execute", execute)
     monkeypatch.setattr("symexplin.lab.model.Transformer.__init__", None)
     small = {"model": {"context": 8}, "compare": {"cluster": "slurm"}}
     config = ReproduceConfig("paper", (data,), variants=("AdamW", "mismatch"), set=small)
-    with pytest.raises(KeyboardInterrupt):
-        reproduce("main_grid", tmp_path / "out", config)
-    ((*tasks,),) = submitted
-    assert [(panel, gpus) for panel, gpus, _ in tasks[::2]] == [
-        (f"{width}x{depth}", 8 if width == 3072 else 1) for width in (1024, 2048, 3072) for depth in (12, 24, 36)
-    ]
-    assert "torch.distributed.run" in tasks[-1][2]
-    assert "torch.distributed.run" not in tasks[0][2]
+    assert reproduce("main_grid", tmp_path, config) is None
+    for number, gpus, widths in (("1", 1, (1024, 2048)), ("2", 8, (3072,))):
+        place = tmp_path / "cluster" / number
+        panels, commands = zip(
+            *(line.split("\t") for line in (place / "runs.txt").read_text().splitlines()), strict=True
+        )
+        expected = [f"{width}x{depth}" for width in widths for depth in (12, 24, 36)]
+        assert list(dict.fromkeys(panel.split("/")[2] for panel in panels)) == expected
+        assert all(("torch.distributed.run" in command) == (gpus > 1) for command in commands)
+        script = (place / "array.sh").read_text()
+        assert f"--gpus-per-node={gpus}\n" in script
+        assert f"--array=1-{len(panels)}\n" in script
 
 
 def test_a_mistake_leaves_no_folder(data, tmp_path):

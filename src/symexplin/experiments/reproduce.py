@@ -102,12 +102,14 @@ def reproduce(
     *,
     resume: bool = False,
     mix_code: bool = False,
+    submit: bool = False,
     results: str | Path | None = None,
     echo: Echo = lambda _: None,
-) -> Path:
+) -> Path | None:
     """Run a table and write its report, whose path is returned.
 
-    The runs of all panels are executed together.
+    The runs of all panels are executed together. On a cluster this returns None until all jobs have ended
+    (:func:`symexplin.lab.compare.sweep.compare`).
 
     Args:
         name: one of :func:`symexplin.experiments.tables.names`, or the path of a TOML file of the same form.
@@ -115,6 +117,7 @@ def reproduce(
         config: None: in miniature.
         resume: keep finished runs, continue the others.
         mix_code: go on although this package's code has changed since runs in the folder began.
+        submit: submit the jobs of a cluster.
         results: a CSV file to which a row is appended for each run that has ended
             (:func:`symexplin.experiments.results.append_results`), also if the table stops.
         echo: takes each line of the log: losses, the time to go, verdicts.
@@ -145,12 +148,14 @@ def reproduce(
                 for panel in wanted:
                     kind, place = Laboratory(panel.config, table.labels), folder / PANELS / panel.name
                     sweeps.append(stack.enter_context(opened(kind, place, True, mix_code, echo, f"{panel.name} ")))
-                run_sweeps(sweeps, folder, echo)
+                run_sweeps(sweeps, folder, submit, echo)
         finally:
             if {path.name for path in folder.iterdir()} == {TABLE, LOCK}:  # a mistake leaves no folder
                 (folder / TABLE).unlink()
             elif results is not None:
                 append_results(folder, Path(results))
+        if any(sweep.comparison is None for sweep in sweeps):
+            return None
         report = report_table(folder, echo)
         echo(f"report: {report}")
     return report

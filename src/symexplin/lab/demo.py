@@ -86,9 +86,8 @@ def run_demo(out: str | Path, config: DemoConfig, echo: Callable[[str], None] = 
         text = PrepareConfig((config.data,), tokenizer="byte", valid_fraction=0.05, seed=0)
         prepare(text, folder / _DATA, echo=echo)
         replace_file(folder / DEMO, "")
-        comparison = compare(
-            Laboratory(config.comparison(str(folder / _DATA))), folder, resume=True, mix_code=True, echo=echo
-        )
+        compare(Laboratory(config.comparison(str(folder / _DATA))), folder, resume=True, mix_code=True, echo=echo)
+        comparison = Comparison.load(folder)
         best = comparison.leader(comparison.variants[1:])
         if best is None:
             raise ValueError("no curved variant stayed finite at any learning rate: try smaller lrs")

@@ -72,7 +72,8 @@ class GridConfig(Schema):
             each.
         jobs: runs at a time. On one machine each has its share of the cores, and of the GPUs. Default: 1 here, no limit
             on a cluster.
-        cluster: "slurm" submits the runs as jobs, which [cluster] describes; "none" trains them on this machine.
+        cluster: "slurm" writes a script that runs them as jobs, which [cluster] describes, and --submit submits it;
+            "none" trains them on this machine.
         baseline: the variant that the others are compared with. Default: AdamW (or adamw), or the first variant.
         confirm_seeds: seeds of a second stage, three or more for an interval. In it every variant trains at its best
             learning rate of the first stage and at the baseline's. The results use only these seeds; with one learning
@@ -144,7 +145,9 @@ class ClusterConfig(Schema):
     Args:
         partition: of the cluster; its default if not given.
         account: to charge; the user's default if not given.
-        walltime: minutes per job; a run that needs more is requeued and resumes from its checkpoint.
+        walltime: minutes per job.
+        requeue: queue a run again at the end of its walltime, and after a preemption. Default: true for runs of the
+            laboratory, which continue from their checkpoint; false for a command, which may not.
         gpus: GPUs per run; several train it together under torchrun. Default: 1 if the runs' device is cuda, else 0.
         cpus: CPU cores per run, and threads where no GPU trains.
         memory: GiB per run; the cluster's default if not given.
@@ -154,6 +157,7 @@ class ClusterConfig(Schema):
     partition: str | None = None
     account: str | None = None
     walltime: Count = 240
+    requeue: bool | None = None
     gpus: Whole | None = None
     cpus: Count = 4
     memory: Count | None = None

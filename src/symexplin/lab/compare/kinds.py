@@ -120,7 +120,8 @@ class Laboratory:
         config = self._config.run(cell)
         train, model = config.train, config.model
         work = float(train.steps * train.batch_size * model.context * model.depth * model.width**2)
-        task = Task(label, folder, [], self._cluster, config.compute.device in ("auto", "cuda"), work)
+        on_gpu = config.compute.device in ("auto", "cuda")
+        task = Task(label, folder, [], self._cluster, on_gpu, work, resumes=True)
         file = task.file(".toml")
         replace_file(file, dump_toml(to_table(config)))
         several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(task.places)]

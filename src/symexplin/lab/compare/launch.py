@@ -1,48 +1,37 @@
-"""Where runs are executed: each is a command, in a process of this machine or as a job of Slurm.
-
-Submitit runs only the Slurm jobs. Its local processes outlive a killed comparison, which cannot find them again; they
-ignore SIGTERM, so that they could not save a run; and all of them start at once.
-"""
+"""Runs as processes of this machine; :mod:`symexplin.lab.compare.cluster` has them as jobs of a cluster."""
 
 import contextlib
-import importlib.util
 import os
 import re
-import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from symexplin.lab.compare.grid import PROCESSES, ClusterConfig, GridConfig
-from symexplin.lab.files import read_json, replace_file, write_json
+from symexplin.lab.compare.grid import PROCESSES, ClusterConfig
+from symexplin.lab.files import read_json, write_json
 from symexplin.lab.folders import FACTS, RESULT
 from symexplin.lab.identity import of_command
 from symexplin.lab.process import StopSignals, end_with_parent, signal_name
 from symexplin.lab.provenance import cores
 
 __all__ = [
-    *("EXAMPLE", "Ended", "SlurmJob", "Task"),
-    *("check_executor", "execute", "gpus_here", "has_ended", "process_file", "threads_each"),
+    *("EXAMPLE", "PATIENCE_OF_TORCHRUN", "Ended", "Task"),
+    *("execute", "gpus_here", "has_ended", "last_lines", "process_file", "threads_each"),
 ]
 
 Echo = Callable[[str], None]
 
 EXAMPLE = '{"loss": 2.31, "curve": [[100, 3.02], [200, 2.31]]}'  # of result.json
-_CLUSTER = "cluster"  # folder for the files of submitit
 _MINUTE = 60.0
 _TICK = 0.2  # seconds between looks at signals and lines
-_GLANCE = 10.0  # seconds between questions to Slurm
-_GLANCES = 3  # after which a job that has ended without its result is taken for lost
-_RESTARTS = 1000  # at the end of a job's time
 # Seconds after SIGTERM in which a run may save itself, before it is killed; torchrun's own 30 are too few for a large
 # checkpoint.
 _PATIENCE = 300
-_PATIENCE_OF_TORCHRUN = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_PATIENCE)}
+PATIENCE_OF_TORCHRUN = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_PATIENCE)}
 
 
 def process_file(run: Path, ending: str) -> Path:
@@ -62,7 +51,8 @@ class Task(NamedTuple):
     """A run to execute.
 
     `cluster` is what it asks for, `on_gpu` whether a process of this machine may have a GPU of its own, `work` how long
-    it takes relative to others, and `cwd` the folder where a command of the user's own is executed.
+    it takes relative to others, `resumes` whether it continues after it was stopped, and `cwd` the folder where a
+    command of the user's own is executed.
     """
 
     label: str
@@ -71,6 +61,7 @@ class Task(NamedTuple):
     cluster: ClusterConfig = ClusterConfig()
     on_gpu: bool = False
     work: float = 1.0
+    resumes: bool = False
     cwd: str | None = None
 
     @property
@@ -119,17 +110,6 @@ def _names_error(result: Path) -> bool:
 Ended = tuple[Task, str | None]
 
 
-def check_executor(grid: GridConfig) -> None:
-    """Raise ValueError unless this machine can execute the runs where the grid says."""
-    if not grid.on_cluster:
-        if (grid.jobs or 1) > cores():
-            raise ValueError(f"jobs must be at most {cores()}, the cores available to this process, got {grid.jobs}")
-    elif importlib.util.find_spec("submitit") is None:
-        raise ValueError("cluster 'slurm' needs submitit: pip install 'symexplin[cluster]'")
-    elif shutil.which("sbatch") is None:
-        raise ValueError("cluster must be 'none' on a machine without Slurm, got 'slurm', and sbatch is not installed")
-
-
 def threads_each(jobs: int) -> int:
     """Return the threads of a run that does not choose them itself, beside `jobs` - 1 others on this machine."""
     return max(1, cores() // jobs)
@@ -149,25 +129,13 @@ def gpus_here() -> list[str]:
     return parts or names
 
 
-def execute(queue: deque[Task], out: Path, grid: GridConfig, echo: Echo) -> Generator[Ended, None, None]:
-    """Execute runs in processes of their own, or as jobs of the cluster, and yield each when it has ended.
-
-    The caller may add tasks to the queue meanwhile, and may close the generator, which ends all runs.
-    """
-    if grid.on_cluster:
-        return _run_as_jobs(queue, out, grid.jobs, echo)
-    return _run_here(queue, grid.jobs or 1, grid.timeout, echo)
-
-
-# --- Processes -------------------------------------------------------------------------------------------------------
-
-
-def _run_here(queue: deque[Task], jobs: int, timeout: float | None, echo: Echo) -> Generator[Ended, None, None]:
+def execute(queue: deque[Task], jobs: int, timeout: float | None, echo: Echo) -> Generator[Ended, None, None]:
     """Execute `jobs` runs at a time, each in a process, and yield each when it has ended.
 
-    `echo` takes the lines of progress; the whole output of a process is in its log. A signal stops all, as does the end
-    of the generator: with SIGTERM, so that they can save themselves, and after a while with SIGKILL. So does the
-    `timeout` of a run, in minutes.
+    The caller may add tasks to the queue meanwhile, and may close the generator, which ends all runs. `echo` takes the
+    lines of progress; the whole output of a process is in its log. A signal stops all, as does the end of the
+    generator: with SIGTERM, so that they can save themselves, and after a while with SIGKILL. So does the `timeout` of
+    a run, in minutes.
     """
     running: list[_Process] = []
     gpus = gpus_here()
@@ -228,7 +196,7 @@ class _Process:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**_PATIENCE_OF_TORCHRUN, **threads, **os.environ, **chosen},
+                env={**PATIENCE_OF_TORCHRUN, **threads, **os.environ, **chosen},
                 start_new_session=True,  # a Ctrl-C reaches the comparison alone, which passes it on
                 preexec_fn=end_with_parent if os.name == "posix" else None,
             )
@@ -268,166 +236,15 @@ class _Process:
             return late + (killed if status == -signal.SIGKILL else "")
         if status < 0:
             return f"{signal_name(-status)} killed its process, perhaps for lack of memory (try fewer --jobs)"
-        said = _last_lines(self._log_path)
+        said = last_lines(self._log_path)
         if not status:
             return f"it ended without {str(self.task.result)!r}, such as {EXAMPLE}: {said}"
         wrote = f" after it wrote {RESULT}" if self.task.result.exists() else ""
         return f"its command failed with status {status}{wrote}: {said}"
 
 
-def _last_lines(log: Path) -> str:
-    """Return the error in a log, or its last lines."""
+def last_lines(log: Path) -> str:
+    """Return the error in a log, or its last lines, and where it is."""
     said = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     ours = [line.removeprefix("symexplin: ").removeprefix("error: ") for line in said if line.startswith("symexplin: ")]
     return f"{ours[-1] if ours else ' / '.join(said[-3:]) or 'no output'} (see {log})"
-
-
-# --- Slurm -----------------------------------------------------------------------------------------------------------
-
-
-class SlurmJob:
-    """A run as submitit executes it: its command, and its files as absolute paths."""
-
-    def __init__(self, task: Task) -> None:
-        self._task = task._replace(folder=task.folder.resolve())
-
-    def __call__(self) -> None:
-        """Execute the run to its end."""
-        began = time.monotonic()
-        self._task.begin()
-        process = subprocess.Popen(
-            self._task.command,
-            cwd=self._task.cwd,
-            env={**_PATIENCE_OF_TORCHRUN, **os.environ},
-            # Slurm sends submitit's signal to every process of the job.
-            preexec_fn=lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN),
-        )
-        self._number = process.pid
-        status = process.wait()
-        if self._task.has_result(status):
-            self._task.record(began)
-        elif status:
-            sys.exit(status)
-
-    def checkpoint(self) -> Any:
-        """Stop the run, which saves itself, before the job is preempted; return what the requeued job executes."""
-        from submitit.helpers import DelayedSubmission
-
-        os.kill(self._number, signal.SIGTERM)
-        # The interrupted __call__ waits for the process, too, and keeps its status.
-        os.waitid(os.P_PID, self._number, os.WEXITED | os.WNOWAIT)
-        return DelayedSubmission(self)
-
-
-def _run_as_jobs(queue: deque[Task], out: Path, jobs: int | None, echo: Echo) -> Generator[Ended, None, None]:
-    """Execute each run as a job of Slurm, at most `jobs` at a time, and yield each when it has ended.
-
-    A job that an earlier comparison has left, and that waits or runs, is not submitted again. Jobs continue when a
-    signal comes; the end of the generator cancels them.
-    """
-    place = (out / _CLUSTER).resolve()
-    waiting: dict[str, Task] = {}
-    told: dict[str, str] = {}
-    lost: Counter[str] = Counter()
-    with StopSignals() as stop:
-        while waiting or queue:
-            if queue:
-                waiting |= _submit_missing(queue, place, jobs, echo)
-                queue.clear()
-            states = _states(waiting)
-            for job, task in list(waiting.items()):
-                reason = None
-                if not has_ended(task.folder):  # looked at after Slurm: a job writes its files before it ends
-                    if states is None:
-                        continue
-                    lost[job] = 0 if job in states else lost[job] + 1
-                    if lost[job] < _GLANCES:
-                        if (text := states.get(job)) and text != told.get(job):
-                            told[job] = text
-                            echo(f"{task.label}: job {job} {text}")
-                        continue
-                    log = next(place.glob(f"{job}_*_log.err"), None)
-                    said = _last_lines(log) if log else f"it left no log in {place}"
-                    reason = f"job {job} ended without its result: {said}"
-                del waiting[job]
-                try:
-                    yield task, reason
-                except GeneratorExit:
-                    if waiting:
-                        subprocess.run(["scancel", *waiting], check=False)
-                    raise
-            deadline = time.monotonic() + _GLANCE
-            while waiting and not queue and time.monotonic() < deadline:
-                if stop.signal is not None:
-                    arrays = " ".join(_arrays(waiting))
-                    raise stop.stopped(f"while jobs continue: --resume waits for them, 'scancel {arrays}' ends them")
-                time.sleep(_TICK)
-
-
-def _submit_missing(tasks: Collection[Task], place: Path, jobs: int | None, echo: Echo) -> dict[str, Task]:
-    """Submit the runs that have no job yet, an array for all that ask for the same; return {job: run}."""
-    place.mkdir(parents=True, exist_ok=True)
-    earlier = {task.file(".job").read_text(): task for task in tasks if task.file(".job").exists()}
-    states = _states(earlier)
-    if states is None:
-        raise ConnectionError("Slurm does not report which jobs still run (squeue failed): try --resume later")
-    known = {job: task for job, task in earlier.items() if job in states}
-    new = [task for task in tasks if task not in known.values()]
-    by_wish: dict[str, list[Task]] = {}
-    for task in new:
-        by_wish.setdefault(repr(task.cluster), []).append(task)
-    for group in by_wish.values():
-        for job, task in zip(_submit(group, place, jobs), group, strict=True):
-            replace_file(task.file(".job"), job)
-            known[job] = task
-    limit = "" if jobs is None else f", {jobs} at a time"
-    echo(f"{len(new)} jobs submitted, {len(tasks) - len(new)} already there{limit}; logs in {place}")
-    return known
-
-
-def _submit(tasks: Sequence[Task], place: Path, jobs: int | None) -> list[str]:
-    """Submit runs that ask for the same as one array of jobs, and return the jobs' numbers."""
-    import submitit
-
-    cluster = tasks[0].cluster
-    executor = submitit.SlurmExecutor(place, max_num_timeout=_RESTARTS)
-    executor.update_parameters(
-        job_name="symexplin",
-        partition=cluster.partition,
-        account=cluster.account,
-        time=cluster.walltime,
-        cpus_per_task=cluster.cpus,
-        gpus_per_node=cluster.gpus or None,
-        mem=None if cluster.memory is None else f"{cluster.memory}G",
-        array_parallelism=jobs or len(tasks),
-        srun_args=[f"--cpus-per-task={cluster.cpus}"],  # srun does not take it from sbatch
-        additional_parameters={"requeue": True, **cluster.sbatch},
-    )
-    try:
-        return [job.job_id for job in executor.submit_array([SlurmJob(task) for task in tasks])]
-    except submitit.core.utils.FailedJobError as error:
-        raise ValueError(f"[cluster] must suit this cluster, but {' '.join(str(error).split())}") from None
-
-
-def _states(jobs: Collection[str]) -> dict[str, str] | None:
-    """Return {job: what to tell of it} for jobs that have not ended, or None if Slurm's controller does not answer.
-
-    Accounting (sacct) is not needed.
-    """
-    if not jobs:
-        return {}
-    form = ",".join(f"{name}:|" for name in ("JobArrayID", "State", "RestartCnt", "NodeList"))
-    command = ["squeue", "--noheader", "--array", f"--jobs={','.join(_arrays(jobs))}", f"--Format={form}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return {} if "Invalid job id" in done.stderr else None
-    states = {}
-    for line in done.stdout.splitlines():
-        job, state, restarts, nodes, *_ = line.strip().split("|")
-        texts = {"RUNNING": f"runs on {nodes}", "PENDING": "was requeued" if restarts != "0" else ""}
-        states[job] = texts.get(state, "")
-    return states
-
-
-def _arrays(jobs: Collection[str]) -> list[str]:
-    return list(dict.fromkeys(job.partition("_")[0] for job in jobs))

@@ -3,7 +3,7 @@
 compare.toml      the settings                    runs/        a folder per run, with the result.json that it writes
 comparison.json   the result, at the end          report.html  the same as a page
 processes/        settings and log of the process or job of each run, and its time once it has ended well
-cluster/          logs of the jobs of a cluster, and the pickles of submitit
+cluster/          scripts for the jobs of a cluster (symexplin.lab.compare.cluster)
 
 What is particular to the runs of the laboratory or to those of a command is in :mod:`symexplin.lab.compare.kinds`.
 """
@@ -19,13 +19,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from symexplin.lab.compare.cluster import hand_over, queued
 from symexplin.lab.compare.comparison import Comparison, Run, decimals
-from symexplin.lab.compare.grid import CONFIG, DEMO, RUNS, Cell
+from symexplin.lab.compare.grid import CONFIG, DEMO, RUNS, Cell, GridConfig
 from symexplin.lab.compare.kinds import Command, Laboratory
-from symexplin.lab.compare.launch import EXAMPLE, Task, check_executor, execute, has_ended, process_file
+from symexplin.lab.compare.launch import EXAMPLE, Task, execute, has_ended, process_file
 from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.folders import FACTS, RESULT, check_unused, claimed
 from symexplin.lab.identity import changes, mixed
+from symexplin.lab.provenance import cores
 from symexplin.lab.settings import dump_toml
 
 __all__ = ["Sweep", "compare", "opened", "read_run", "run_sweeps"]
@@ -38,12 +40,18 @@ _LARGEST = 3.4e38  # of a loss, as in float32: a larger one has diverged
 
 
 def compare(
-    kind: Kind, out: str | Path, *, resume: bool = False, mix_code: bool = False, echo: Echo = lambda _: None
-) -> Comparison:
+    kind: Kind,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    mix_code: bool = False,
+    submit: bool = False,
+    echo: Echo = lambda _: None,
+) -> Comparison | None:
     """Run every variant at every learning rate and seed, and return the comparison, which is saved with its page.
 
     With `confirm_seeds` a second stage follows: each variant at its own best learning rate and at the baseline's, with
-    each of those seeds.
+    each of those seeds. On a cluster this only prepares the jobs of a stage, and returns None until all have ended.
 
     Args:
         kind: the runs.
@@ -51,24 +59,26 @@ def compare(
         resume: keep finished runs and continue the others. The grid may change, and what a run may change, but not what
             the runs in the folder trained.
         mix_code: go on although the code has changed since runs in the folder began.
+        submit: submit the script of the jobs.
         echo: takes each line of the log, and the table at the end.
 
     Raises:
-        ValueError: a folder, data or variant that cannot be used, a comparison of other settings or code.
+        ValueError: a folder, data or variant that cannot be used, a comparison of other settings or code, a cluster
+            that does not answer, or refuses the jobs.
         ChildProcessError: a run has failed: the first one, before any other has ended well, stops all; later ones are
             named at the end. Or the baseline stayed finite at no learning rate.
-        Stopped: SIGTERM, SIGINT or SIGHUP came. Runs of the laboratory were saved; jobs of a cluster continue.
+        Stopped: SIGTERM, SIGINT or SIGHUP came. Runs of the laboratory were saved.
     """
     with opened(kind, out, resume, mix_code, echo) as sweep:
-        run_sweeps([sweep], Path(out), echo)
-    assert sweep.comparison is not None
+        run_sweeps([sweep], Path(out), submit, echo)
     return sweep.comparison
 
 
 @contextlib.contextmanager
 def opened(kind: Kind, out: str | Path, resume: bool, mix_code: bool, echo: Echo, name: str = "") -> "Iterator[Sweep]":
     """Claim the folder of a comparison, and check it."""
-    check_executor(kind.grid)
+    if not kind.grid.on_cluster and (kind.grid.jobs or 1) > cores():
+        raise ValueError(f"jobs must be at most {cores()}, the cores available to this process, got {kind.grid.jobs}")
     with claimed(out, "comparison", {CONFIG, DEMO}) as folder:
         check_unused(folder / CONFIG, "a comparison", resume)
         first = kind.begin(folder)
@@ -77,30 +87,44 @@ def opened(kind: Kind, out: str | Path, resume: bool, mix_code: bool, echo: Echo
         yield Sweep(kind, folder, mix_code, echo, name)
 
 
-def run_sweeps(sweeps: "Sequence[Sweep]", out: Path, echo: Echo) -> None:
+def run_sweeps(sweeps: "Sequence[Sweep]", out: Path, submit: bool, echo: Echo) -> None:
     """Execute the runs of several comparisons together, where and as many at a time as the grid of the first says."""
+    grid = sweeps[0].grid
+    if submit and not grid.on_cluster:
+        raise ValueError("submit is for cluster 'slurm', got cluster 'none'")
+    jobs = queued(out)
+    if jobs and not grid.on_cluster:
+        raise ValueError(f"cluster must be 'slurm' while {len(jobs)} jobs of this comparison wait or run, got 'none'")
     owners: dict[Path, Sweep] = {}
     queue: deque[Task] = deque()
     for sweep in sweeps:
         tasks = sweep.begin()
         owners |= dict.fromkeys((task.folder for task in tasks), sweep)
         queue.extend(tasks)
+    if grid.on_cluster:
+        hand_over(queue, jobs, out, grid.jobs, submit, echo)
+    else:
+        _run_here(queue, owners, grid, echo)
+    failures = [failure for sweep in sweeps for failure in sweep.failures]
+    if failures:
+        others = f"; {len(failures) - 1} more failed, see above" if len(failures) > 1 else ""
+        raise ChildProcessError(failures[0] + others + next(sweep.remedy for sweep in sweeps if sweep.failures))
+
+
+def _run_here(queue: deque[Task], owners: "dict[Path, Sweep]", grid: GridConfig, echo: Echo) -> None:
+    """Execute runs, those included that comparisons add when a stage has ended."""
     began, done = time.monotonic(), 0.0
     left = sum(task.work for task in queue)
-    with contextlib.closing(execute(queue, out, sweeps[0].grid, echo)) as ended:
+    with contextlib.closing(execute(queue, grid.jobs or 1, grid.timeout, echo)) as ended:
         for task, reason in ended:
             done, left = done + task.work, left - task.work
             minutes = (time.monotonic() - began) / done * left / _MINUTE
-            note = "" if sweeps[0].grid.on_cluster or minutes < 1 else f"; about {minutes:,.0f} min to go"
+            note = "" if minutes < 1 else f"; about {minutes:,.0f} min to go"
             sweep = owners[task.folder]
             more = sweep.ended(task, reason, note)
             left += sum(task.work for task in more)
             owners |= dict.fromkeys((task.folder for task in more), sweep)
             queue.extendleft(reversed(more))  # one comparison ends after the other
-    failures = [failure for sweep in sweeps for failure in sweep.failures]
-    if failures:
-        others = f"; {len(failures) - 1} more failed, see above" if len(failures) > 1 else ""
-        raise ChildProcessError(failures[0] + others + next(sweep.remedy for sweep in sweeps if sweep.failures))
 
 
 class Sweep:

@@ -1,0 +1,166 @@
+"""Runs as jobs of Slurm: a script that a person can read, and what has become of its jobs. Nothing here waits for them.
+
+cluster/1/runs.txt     a line for each run: its folder and its command
+cluster/1/array.sh     what sbatch takes: an array with a task for each line; 1.log, 2.log, ... are its own logs
+cluster/2/             the same for runs that were missing later
+"""
+
+import shlex
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import jinja2
+
+from symexplin.lab.compare.launch import PATIENCE_OF_TORCHRUN, Task, has_ended, last_lines
+from symexplin.lab.files import replace_file
+
+__all__ = ["hand_over", "queued"]
+
+Echo = Callable[[str], None]
+
+_CLUSTER, _RUNS, _SCRIPT = "cluster", "runs.txt", "array.sh"
+# Of a job in the queue. Accounting (sacct) is not needed.
+_FIELDS = ("ArrayTaskID", "State", "Reason", "NodeList", "Command")
+
+
+def queued(out: Path) -> dict[Path, str]:
+    """Return {folder of a run: what its job does} for the jobs of the scripts in the folder `out` that have not ended.
+
+    Raises:
+        ValueError: Slurm does not say.
+    """
+    places = {script.parent for script in out.resolve().glob(f"{_CLUSTER}/*/{_SCRIPT}")}
+    if not places:
+        return {}
+    form = ",".join(f"{name}:|" for name in _FIELDS)
+    try:
+        done = subprocess.run(
+            ["squeue", "--me", "--noheader", "--array", f"--Format={form}"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = str(getattr(error, "stderr", "") or error).strip()
+        remedy = f"--resume where it does, or remove {str(out / _CLUSTER)!r} if no job is left"
+        raise ValueError(f"Slurm does not report which jobs of {str(out)!r} still run ({why}): {remedy}") from None
+    states = {}
+    for line in done.stdout.splitlines():
+        index, state, reason, nodes, command, *_ = line.strip().split("|")
+        if (place := Path(command).resolve().parent) in places:
+            run = _folders(place)[int(index) - 1]
+            states[out / run] = f"waits ({reason})" if state == "PENDING" else f"{state.lower()} on {nodes}"
+    return states
+
+
+def hand_over(
+    tasks: Sequence[Task], jobs: Mapping[Path, str], out: Path, at_a_time: int | None, submit: bool, echo: Echo
+) -> None:
+    """Write the script of the runs that have no job, and submit it if asked to; tell what the others do.
+
+    Args:
+        tasks: the runs that have not ended when `jobs` were looked up.
+        jobs: from :func:`queued`.
+        out: the folder of the comparison or table.
+        at_a_time: the most jobs of a script that run together; None: no limit.
+        submit: whether to submit the script.
+        echo: takes lines.
+
+    Raises:
+        ValueError: Slurm refuses what the runs ask for.
+    """
+    missing = [task for task in tasks if task.folder not in jobs and not has_ended(task.folder)]
+    for text, count in Counter(jobs[task.folder] for task in tasks if task.folder in jobs).items():
+        echo(f"{count} run{'s' * (count > 1)}: {text}")
+    for task in missing:
+        if (log := task.file(".log")).exists():
+            echo(f"failed: {task.label}: {last_lines(log)}")
+    groups: dict[str, list[Task]] = {}
+    for task in missing:
+        groups.setdefault(repr((task.cluster, task.resumes)), []).append(task)
+    _remove_unused(out, jobs)
+    last = max((int(place.name) for place in out.glob(f"{_CLUSTER}/*")), default=0)
+    for number, group in enumerate(groups.values(), start=last + 1):
+        script = _write(group, out.resolve() / _CLUSTER / str(number), out.resolve(), at_a_time)
+        shown = out / _CLUSTER / str(number) / _SCRIPT
+        count = f"{len(group)} run{'s' * (len(group) > 1)}"
+        if submit:
+            echo(f"{count} submitted as job {_submit(script)} ({shown}); --resume collects what has ended")
+        else:
+            echo(f"{count} to submit: sbatch {shlex.quote(str(shown))}; then --resume collects what has ended")
+
+
+def _folders(place: Path) -> list[str]:
+    """Return the folders of the runs of a script, in the order of its tasks."""
+    return [line.partition("\t")[0] for line in (place / _RUNS).read_text().splitlines()]
+
+
+def _remove_unused(out: Path, jobs: Mapping[Path, str]) -> None:
+    """Remove scripts that were never submitted: they would start runs a second time."""
+    for place in out.glob(f"{_CLUSTER}/*"):
+        in_queue = (place / _SCRIPT).exists() and any(out / run in jobs for run in _folders(place))
+        if not in_queue and not any(place.glob("*.log")):
+            shutil.rmtree(place)
+
+
+def _write(tasks: Sequence[Task], place: Path, out: Path, at_a_time: int | None) -> Path:
+    """Write runs.txt and array.sh for runs that ask for the same, and return the script."""
+    place.mkdir(parents=True, exist_ok=True)
+    cluster, resumes = tasks[0].cluster, tasks[0].resumes
+    requeues = resumes if cluster.requeue is None else cluster.requeue
+    limit = "" if at_a_time is None else f"%{at_a_time}"
+    options = {
+        "job-name": "symexplin",
+        "array": f"1-{len(tasks)}{limit}",
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "time": cluster.walltime,
+        "cpus-per-task": cluster.cpus,
+        "gpus-per-node": cluster.gpus or None,
+        "mem": None if cluster.memory is None else f"{cluster.memory}G",
+        "requeue" if requeues else "no-requeue": True,
+        "open-mode": "append",
+        "signal": "TERM@60",  # seconds before the end of its time, in which a run may save itself
+        "output": f'"{place}/%a.log"',
+        **cluster.sbatch,
+    }
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader(__package__, "."),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    lines = []
+    for task in tasks:
+        task.file(".log").unlink(missing_ok=True)
+        task.begin()
+        lines.append(f"./{task.folder.resolve().relative_to(out)}\t{_shell(task)}\n")
+    script = place / _SCRIPT
+    values = {
+        "options": [name if value is True else f"{name}={value}" for name, value in options.items() if value],
+        "out": shlex.quote(str(out)),
+        "runs": shlex.quote(str(place / _RUNS)),
+        "script": script,
+        "environment": " ".join(f"{name}={value}" for name, value in PATIENCE_OF_TORCHRUN.items()),
+        "cpus": cluster.cpus,
+        "requeues": requeues,
+    }
+    replace_file(place / _RUNS, "".join(lines))
+    replace_file(script, environment.get_template(f"{_SCRIPT}.jinja").render(values))
+    return script
+
+
+def _shell(task: Task) -> str:
+    """Return the command of a run as one line of a shell."""
+    words = shlex.join(task.command).replace("\n", "'$'\\n''")  # what has a line break is quoted
+    return words if task.cwd is None else f"cd {shlex.quote(task.cwd)} && {words}"
+
+
+def _submit(script: Path) -> str:
+    """Submit a script, and return the number of its job."""
+    if shutil.which("sbatch") is None:
+        raise ValueError(f"submit needs Slurm's sbatch, which is not installed: sbatch {script} where it is")
+    done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"[cluster] must suit this cluster, but {' '.join(done.stderr.split())}")
+    return done.stdout.strip().partition(";")[0]

@@ -1,0 +1,155 @@
+"""Runs as jobs of Slurm, with programs of a few lines in the place of Slurm's; test_slurm.py has the real ones."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from symexplin.lab.compare.cluster import hand_over, queued
+from symexplin.lab.compare.grid import ClusterConfig
+from symexplin.lab.compare.kinds import configured, kind_of
+from symexplin.lab.compare.launch import Task, has_ended
+from symexplin.lab.compare.sweep import compare
+
+ENDS = "import pathlib; pathlib.Path('{}', 'result.json').write_text('{{\"loss\": 1}}')"
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """Put a shell script first on the path."""
+    place = tmp_path / "bin"
+    place.mkdir()
+    monkeypatch.setenv("PATH", f"{place}:{os.environ['PATH']}")
+
+    def write(name, text):
+        (place / name).write_text(f"#!/bin/sh\n{text}\n")
+        (place / name).chmod(0o755)
+
+    write("squeue", "true")
+    return write
+
+
+def task(out, name, code=ENDS, resumes=False, **wishes):
+    folder = out / "runs" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-c", code.format(folder)]
+    return Task(name, folder, command, ClusterConfig(**wishes), cwd=str(folder), resumes=resumes)
+
+
+def written(tasks, out, jobs=None, at_a_time=None, submit=False):
+    """Return the lines that are told."""
+    lines = []
+    hand_over(tasks, jobs or {}, out, at_a_time, submit, lines.append)
+    return lines
+
+
+def options(script):
+    return {line.removeprefix("#SBATCH --") for line in script.read_text().splitlines() if line.startswith("#SBATCH")}
+
+
+def executed(script, index):
+    """Execute a task of an array as Slurm does, and return its status."""
+    here = {**os.environ, "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(index)}
+    return subprocess.run(["bash", str(script)], env=here, check=False).returncode
+
+
+def test_a_script_for_each_wish_asks_slurm_for_it(tmp_path):
+    wishes = {"partition": "wide", "cpus": 3, "walltime": 20, "memory": 4, "sbatch": {"qos": "low", "exclusive": True}}
+    tasks = [
+        task(tmp_path, "a", gpus=1, **wishes),
+        task(tmp_path, "b", gpus=8, **wishes),
+        task(tmp_path, "c", gpus=1, **wishes),
+    ]
+    first, second = (tmp_path / "cluster" / number / "array.sh" for number in "12")
+    assert written(tasks, tmp_path, at_a_time=2) == [
+        f"{count} to submit: sbatch {script}; then --resume collects what has ended"
+        for count, script in (("2 runs", first), ("1 run", second))
+    ]
+    everywhere = {"partition=wide", "cpus-per-task=3", "time=20", "mem=4G", "qos=low", "exclusive", "signal=TERM@60"}
+    assert everywhere | {"array=1-2%2", "gpus-per-node=1", "no-requeue"} <= options(first)
+    assert everywhere | {"array=1-1%2", "gpus-per-node=8"} <= options(second)
+    written([task(tmp_path, "a", resumes=True), task(tmp_path, "b", resumes=True, requeue=False)], tmp_path)
+    assert {"requeue", "time=240", "array=1-1"} <= options(first)
+    assert "no-requeue" in options(second)
+    written([task(tmp_path, "a")], tmp_path)  # neither script was submitted
+    assert not second.exists()
+
+
+def test_a_task_counts_as_a_process_here_would(tmp_path, program):
+    """It has ended with its result and status 0, or with an error as its result, and an earlier result is no result."""
+    early = "import pathlib, os, signal; pathlib.Path('{}', 'result.json').write_text('{{\"TEXT\": 1}}'); "
+    dies, line_break = "os.kill(os.getpid(), 15)", "x = 'a b'\n" + ENDS
+    codes = {
+        "ends": line_break,
+        "fails": early.replace("TEXT", "loss") + "exit('three')",
+        "diverges": early.replace("TEXT", "error") + "exit('three')",
+        "nothing": "pass",
+        "saves": "import os, signal; signal.signal(15, lambda *_: exit(0)); os.kill(os.getppid(), 15); " + dies,
+    }
+    out = tmp_path / "with space"
+    tasks = [task(out, name, code, resumes=True) for name, code in codes.items()]
+    for each in tasks:
+        each.result.write_text("{}")
+    written(tasks, out)
+    program("srun", 'shift; exec "$@"')
+    program("scontrol", f'echo "$@" >> "{tmp_path}/requeued"')
+    statuses = [executed(out / "cluster" / "1" / "array.sh", index) for index in range(1, 6)]
+    assert statuses == [0, 1, 1, 0, 143]
+    assert [has_ended(each.folder) for each in tasks] == [True, False, True, False, False]
+    assert (tmp_path / "requeued").read_text() == "requeue 7_5\n"
+    assert json.loads(tasks[0].file(".json").read_text())["seconds"] >= 0
+    assert tasks[1].file(".log").read_text() == "three\n"
+
+    tasks[0].result.write_text("kept")
+    assert executed(out / "cluster" / "1" / "array.sh", 1) == 0  # submitted twice
+    assert tasks[0].result.read_text() == "kept"
+
+
+def test_what_is_queued_is_told_and_not_written_again(tmp_path, program):
+    tasks = [task(tmp_path, name) for name in "abc"]
+    written(tasks, tmp_path)
+    script = tmp_path / "cluster" / "1" / "array.sh"
+    lines = f"1|PENDING|Resources||{script}|\n2|RUNNING|None|node1|{script}|\n1|RUNNING|None|node1|/other/array.sh|"
+    program("squeue", f"echo '{lines}'")
+    jobs = queued(tmp_path)
+    assert jobs == {tasks[0].folder: "waits (Resources)", tasks[1].folder: "running on node1"}
+    tasks[2].file(".log").write_text("CUDA error: out of memory\n")
+    program("sbatch", f"cp $2 {tmp_path}/submitted; echo '71;name'")
+    second = tmp_path / "cluster" / "2" / "array.sh"
+    assert written(tasks, tmp_path, jobs, submit=True) == [
+        "1 run: waits (Resources)",
+        "1 run: running on node1",
+        f"failed: c: CUDA error: out of memory (see {tasks[2].file('.log')})",
+        f"1 run submitted as job 71 ({second}); --resume collects what has ended",
+    ]
+    assert (tmp_path / "submitted").read_text() == second.read_text()
+    program("sbatch", "echo sbatch: error: invalid partition >&2; exit 1")
+    with pytest.raises(ValueError, match=r"\[cluster\] must suit this cluster, but .*invalid partition"):
+        written(tasks, tmp_path, jobs, submit=True)
+
+
+def test_a_comparison_on_a_cluster_says_what_it_lacks(tmp_path, program, monkeypatch):
+    out = tmp_path / "out"
+    grid = {"variants": ["a", "b"], "lrs": [0.1], "cluster": "slurm"}
+    table = {"command": "true {variant} {out}", "cwd": str(tmp_path), "compare": grid}
+    here = {"compare": {"cluster": "none"}}
+
+    def run(*changes, resume=True, **options):
+        return compare(kind_of(configured(out, table, *changes, resume=resume)), out, resume=resume, **options)
+
+    with pytest.raises(ValueError, match="submit is for cluster 'slurm', got cluster 'none'"):
+        run(here, resume=False, submit=True)
+    assert run(resume=False) is None
+    with pytest.raises(ValueError, match="add --resume"):
+        run(resume=False)
+    program("squeue", f"echo '2|PENDING|Priority||{out}/cluster/1/array.sh|'")
+    with pytest.raises(ValueError, match="cluster must be 'slurm' while 1 jobs of this comparison wait or run"):
+        run(here)
+    program("squeue", "echo 'unable to contact the controller' >&2; exit 1")
+    with pytest.raises(ValueError, match=r"Slurm does not report .*\(unable to contact the controller\)"):
+        run()
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ValueError, match=r"Slurm does not report .* remove '.*/cluster' if no job is left"):
+        run()
