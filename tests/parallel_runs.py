@@ -3,16 +3,14 @@
 import contextlib
 import io
 import os
-import pathlib
 import signal
-import time
 import unittest.mock
 
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from symexplin import cli
 from symexplin.lab import build as lab_build
-from symexplin.lab import checkpoint as lab_checkpoint
 from symexplin.lab import run as lab_run
 from symexplin.lab import train as lab_train
 from symexplin.lab.config import RunConfig
@@ -67,24 +65,11 @@ def _fail(*_):
     raise OSError(28, "No space left on device")
 
 
-def _fail_last(*_):
+def _fail_last(*arguments, before=FileSystem.create_stream):
     """Let the last process alone write no part of a checkpoint."""
     if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
         _fail()
-    return io.FileIO(*_)
-
-
-def _wait_for_step(path, mode):
-    """Write the checkpoint of step 3 only when step 4 has ended: a run that waited for it would end in an error."""
-    place, deadline = pathlib.Path(path).parent, time.monotonic() + 20
-    while place.name.startswith("step-00000003"):
-        if '"step": 4' in (place.parents[1] / "metrics.jsonl").read_text():
-            assert place.name.endswith(".tmp")
-            break
-        if time.monotonic() > deadline:
-            raise OSError("no step while the checkpoint was written")
-        time.sleep(0.02)
-    return io.FileIO(path, mode)
+    return before(*arguments)
 
 
 def _plant(self, before=Trainer.update):
@@ -103,8 +88,7 @@ def _odd(config, ranks, before=lab_train.build):
 
 _PLANTED = {
     "a full disk": (lab_train, "save_model", _fail),
-    "a full disk of one": (lab_checkpoint, "FileIO", _fail_last),
-    "a slow disk": (lab_checkpoint, "FileIO", _wait_for_step),
+    "a full disk of one": (FileSystem, "create_stream", _fail_last),
     "no number": (Trainer, "update", _plant),
     "one process": (lab_train, "build", _odd),
 }

@@ -8,7 +8,6 @@ import time
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import parallel_runs
 import processes
@@ -173,16 +172,8 @@ def test_each_error_of_a_job_is_one_line_and_all_processes_have_its_status(folde
         (f"train {flags} --out {tmp_path}/d --parallel fsdp", "a full disk of one", "No space left on device"),
         (f"train {flags} --out {tmp_path}/c", "no number", "a non-finite gradient; --resume continues at step 0"),
     ]
-    long = f"train {flags} --parallel fsdp --warmup-steps 2 --lr-decay-steps 6 --checkpoint-every 3"
-    slow = [(f"{long} --out {tmp_path}/e --steps 6", "a slow disk"), (f"{long} --out {tmp_path}/f --steps 3", None)]
-    lines = [case[:2] for case in cases] + slow
-    *outcomes, ended, short = zip(*processes.run(2, tmp_path, parallel_runs.commands, lines), strict=True)
-    assert [status for status, _, _ in ended + short] == [0] * 4, ended  # it trained while it wrote a checkpoint
-    assert [path.name for path in newest(tmp_path / "e")] == ["step-00000006", "step-00000003"]
-    found, expected = (sorted((tmp_path / run).glob("*/step-00000003/shard-*")) for run in "ef")
-    assert len(expected) == 2
-    for parts in zip(found, expected, strict=True):  # what the optimizer wrote later is not in it
-        torch.testing.assert_close(*map(load_file, parts), rtol=0, atol=0)
+    lines = [case[:2] for case in cases]
+    outcomes = zip(*processes.run(2, tmp_path, parallel_runs.commands, lines), strict=True)
     for (line, _, words), ((status, _, errors), other) in zip(cases, outcomes, strict=True):
         assert (status, errors.count("\n")) == (2, 1), line
         assert words in errors, line

@@ -4,16 +4,14 @@
 files. A checkpoint is written under another name and then renamed: a kill at any moment leaves the earlier ones.
 """
 
-import contextlib
 import hashlib
 import json
+import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from io import BufferedWriter, FileIO
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -21,8 +19,8 @@ from symexplin.lab.files import file_digest, read_json, write_json
 from symexplin.lab.parallel import ALONE, Ranks
 
 __all__ = [
-    *("CHECKPOINTS", "STATE", "CheckpointWriter", "Saved", "is_sharded", "load_checkpoint", "newest"),
-    *("newest_intact", "read_shards", "shard_metadata", "tidy", "write_shards"),
+    *("CHECKPOINTS", "STATE", "State", "is_sharded", "load_checkpoint", "newest"),
+    *("newest_intact", "read_shards", "save_checkpoint", "shard_metadata", "tidy", "write_shards"),
 ]
 
 CHECKPOINTS = "checkpoints"
@@ -30,9 +28,6 @@ STATE = "state.json"
 _TEMPORARY = ".tmp"
 
 State = dict[str, Any]
-Digests = dict[str, str]  # sha256 of files by name
-# What one process saves: plain values for the state, and the digests to come of files written in the background.
-Saved = tuple[State, Future[Digests] | None]
 Echo = Callable[[str], None]
 
 
@@ -41,76 +36,47 @@ def newest(folder: Path) -> list[Path]:
     return sorted((folder / CHECKPOINTS).glob("step-*[0-9]"), key=lambda path: int(path.name[5:]), reverse=True)
 
 
-class CheckpointWriter:
-    """Writes the checkpoints of a run, one after another, and keeps the `keep` newest. All processes call its methods.
+def save_checkpoint(folder: Path, step: int, keep: int, write: Callable[[Path], State], ranks: Ranks = ALONE) -> None:
+    """Write the checkpoint of `step`, unless it exists, and remove all but the `keep` newest. All processes call this.
 
-    Parts of tensors are written in the background.
+    `write` writes this process's files into the given folder, and returns plain values for the state.
     """
+    final = folder / CHECKPOINTS / f"step-{step:08d}"
+    if ranks.from_first(final.exists):
+        return
+    place = _temporary(final)
+    ranks.from_first(lambda: place.mkdir(parents=True))
+    try:
+        with ranks.together():
+            state = {"step": step, **write(place)}
+        names = ranks.from_first(lambda: sorted(path.name for path in place.iterdir()))
+        with ranks.together():
+            share = {name: _synced_digest(place / name) for name in names[ranks.rank :: ranks.size]}
+        state["files"] = {name: digest for every in ranks.gather(share) for name, digest in every.items()}
+        ranks.from_first(lambda: write_json(place / STATE, {"sha256": _sha256(state), "state": state}))
+        ranks.from_first(lambda: place.rename(final))
+    except BaseException:
+        if ranks.first:
+            shutil.rmtree(place, ignore_errors=True)
+        raise
+    ranks.from_first(lambda: _remove(newest(folder)[keep:]))
 
-    def __init__(self, folder: Path, keep: int, ranks: Ranks = ALONE) -> None:
-        self._folder, self._keep, self._ranks = folder / CHECKPOINTS, keep, ranks
-        self._begun: tuple[Path, State, Future[Digests] | None] | None = None
 
-    @property
-    def written(self) -> bool:
-        """Whether this process has written its files of the checkpoint in progress."""
-        return self._begun is not None and self._begun[2] is not None and self._begun[2].done()
-
-    def begin(self, step: int, write: Callable[[Path], Saved]) -> None:
-        """Write the checkpoint of `step`, unless it exists; the one before it is finished first.
-
-        `write` writes this process's files into the given folder. The state has the plain values of the first process.
-        """
-        self.finish()
-        final = self._folder / f"step-{step:08d}"
-        if self._ranks.from_first(final.exists):
-            return
-        self._ranks.from_first(lambda: _temporary(final).mkdir(parents=True))
-        with self._removing(final), self._ranks.together():
-            values, digests = write(_temporary(final))
-        self._begun = final, {"step": step, **values}, digests
-        if digests is None:
-            self.finish()
-
-    def finish(self) -> None:
-        """Wait for what is written in the background; then the checkpoint exists."""
-        if self._begun is None:
-            return
-        (final, state, digests), self._begun = self._begun, None
-        with self._removing(final):
-            with self._ranks.together():
-                own = {} if digests is None else digests.result()
-            known = {name: every[name] for every in self._ranks.gather(own) for name in every}
-            self._ranks.from_first(lambda: _publish(final, state, known))
-        self._ranks.from_first(self._remove_old)
-
-    @contextlib.contextmanager
-    def _removing(self, final: Path) -> Iterator[None]:
-        """Remove the incomplete checkpoint if an error is raised."""
-        try:
-            yield
-        except BaseException:
-            if self._ranks.first:
-                shutil.rmtree(_temporary(final), ignore_errors=True)
-            raise
-
-    def _remove_old(self) -> None:
-        for old in newest(self._folder.parent)[self._keep :]:
-            gone = _temporary(old)  # an incomplete checkpoint never has the name of a complete one
-            old.rename(gone)
-            shutil.rmtree(gone)
+def _remove(checkpoints: Sequence[Path]) -> None:
+    for path in checkpoints:
+        gone = _temporary(path)  # an incomplete checkpoint never has the name of a complete one
+        path.rename(gone)
+        shutil.rmtree(gone)
 
 
 def _temporary(final: Path) -> Path:
     return final.with_name(final.name + _TEMPORARY)
 
 
-def _publish(final: Path, state: State, known: Digests) -> None:
-    """Write the state with the digests of all files, computed if none are `known`, and rename the checkpoint."""
-    folder = _temporary(final)
-    state["files"] = known or {path.name: file_digest(path) for path in sorted(folder.iterdir())}
-    write_json(folder / STATE, {"sha256": _sha256(state), "state": state})
-    folder.rename(final)
+def _synced_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return file_digest(path)
 
 
 def load_checkpoint(path: Path, ranks: Ranks = ALONE) -> State:
@@ -182,49 +148,20 @@ def is_sharded(folder: Path) -> bool:
     return any(folder.glob("shard-*.safetensors"))
 
 
-def write_shards(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> Future[Digests]:
-    """Copy this process's parts of tensors, and write the copies in the background. All processes call it.
+def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write this process's parts of tensors. All processes call it.
 
-    The result is the digest of this process's file, or OSError if a process cannot write (a full disk, for example).
+    Raises:
+        OSError: a process cannot write, for example since the disk is full.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-    from torch.distributed.checkpoint.state_dict_saver import async_save
+    from torch.distributed.checkpoint.state_dict_saver import save
 
-    digests: Digests = {}
-
-    @contextlib.contextmanager
-    def create_stream(path: Path, _: str) -> Iterator[BufferedWriter]:
-        with _HashingFile(FileIO(path, "w")) as file:
-            yield file
-        digests[Path(path).name] = file.sha256.hexdigest()
-
-    storage = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    storage.fs.create_stream = create_stream  # type: ignore[assignment, method-assign]
-    written: Future[Digests] = Future()
-
-    def tell(saving: Any) -> None:
-        if (error := saving.exception()) is None:
-            written.set_result(digests)
-        else:
-            written.set_exception(OSError(f"cannot write {str(folder)!r}: {_first(error)}"))
-
-    saving = async_save(dict(tensors), storage_writer=storage, process_group=ranks.background)
-    cast("Future[Any]", saving).add_done_callback(tell)  # the tensors are copied by now
-    return written
-
-
-class _HashingFile(BufferedWriter):
-    """Computes the digest of what is written, so that nothing is read again."""
-
-    def __init__(self, raw: FileIO) -> None:
-        super().__init__(raw)
-        self.sha256 = hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        self.sha256.update(data)
-        count = super().write(data)
-        self.flush()  # torch before 2.14 syncs the file without the bytes that are still in this buffer
-        return count
+    try:
+        save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    except CheckpointException as error:
+        raise OSError(f"cannot write {str(folder)!r}: {_first(error)}") from None
 
 
 def shard_metadata(folder: Path) -> dict[str, Any]:

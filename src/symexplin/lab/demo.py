@@ -74,6 +74,7 @@ def run_demo(out: str | Path, config: DemoConfig, echo: Callable[[str], None] = 
     `sample.txt`. A demo that was interrupted is continued, a finished one is reported again.
     """
     # The help of the command needs the configuration alone.
+    from symexplin.lab.compare.comparison import Comparison
     from symexplin.lab.compare.kinds import Laboratory
     from symexplin.lab.compare.sweep import compare
     from symexplin.lab.data.prepare import PrepareConfig, prepare

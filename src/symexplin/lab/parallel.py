@@ -31,14 +31,10 @@ class ElsewhereError(ValueError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a job, all of which call the methods in the same order: this is process `rank` of `size`.
-
-    `background` is their process group for a thread beside the main one, None without torchrun.
-    """
+    """The processes of a job, all of which call the methods in the same order: this is process `rank` of `size`."""
 
     rank: int = 0
     size: int = 1
-    background: Any = None
 
     @property
     def first(self) -> bool:
@@ -107,10 +103,8 @@ def joined(device: str) -> Iterator[Ranks]:
     try:
         if not _initialized():  # a second group cannot use the store of torchrun
             _join(device != "cpu" and torch.cuda.is_available())
-        background = distributed.new_group(timeout=_PATIENCE, backend="gloo")
-        yield Ranks(distributed.get_rank(), distributed.get_world_size(), background)
+        yield Ranks(distributed.get_rank(), distributed.get_world_size())
         distributed.barrier()  # gloo may abort a process that ends while others still work
-        distributed.destroy_process_group(background)
     except Exception as error:
         lost = isinstance(error, RuntimeError) and "gloo" in str(error)
         if not lost and not isinstance(error, distributed.DistError):

@@ -9,14 +9,14 @@ model.safetensors, tokenizer.json, result.json        of the finished run
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from symexplin.lab.checkpoint import CheckpointWriter, Saved, newest, tidy
+from symexplin.lab.checkpoint import State, newest, save_checkpoint, tidy
 from symexplin.lab.compare.grid import LABELS
 from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.data.batches import Corpus
@@ -173,8 +173,6 @@ class _Run:
         self.ranks, self.echo, self.seconds = ranks, echo, 0.0
         self._tokens_per_step = self.config.train.batch_size * self.config.model.context
         self._since = (0, 0.0)  # step and seconds at the last line of timing.jsonl
-        self._signals: Sequence[float] = (0,)  # of all processes, at the last update
-        self._checkpoints = CheckpointWriter(folder, self.config.log.keep, ranks)
 
     def go(self) -> dict[str, Any]:
         """Train to the end, from the newest checkpoint if there is one."""
@@ -198,18 +196,15 @@ class _Run:
             place = self.folder if self.ranks.first else None
             recorder = Recorder(place, self.config.log.tensorboard, self.trainer.step, lengths)
         with recorder as self.recorder, StopSignals() as stop, bar:
-            checkpoints = self._checkpoints  # not self: it has the trainer, whose memory a cycle would keep
-            self.trainer.ask = lambda: (stop.signal or 0, checkpoints.written)
+            self.trainer.ask = lambda: stop.signal or 0
             try:
                 if newest_one is None:
                     self._evaluate()
                 while self.trainer.step < steps:
                     self._check_signal(stop)
                     self._update(bar, stop)
-                self._checkpoints.finish()
             except NonFiniteError as error:
                 text = str(error)
-                self._checkpoints.finish()
                 before = self.ranks.from_first(lambda: self._broke(text))
                 raise NonFiniteError(f"{text}; --resume continues {before}") from None
         plain = self.trainer.plain_model()
@@ -217,9 +212,8 @@ class _Run:
 
     def _check_signal(self, stop: StopSignals) -> None:
         """Save and raise Stopped if a signal has reached any process: it may reach them at different times."""
-        if agreed := int(max(self._signals)) if self.ranks.size > 1 else stop.signal:
+        if agreed := int(max(self.trainer.answers, default=0)) if self.ranks.size > 1 else stop.signal:
             self._checkpoint()
-            self._checkpoints.finish()
             path = self.ranks.from_first(lambda: newest(self.folder)[0])
             raise Stopped(agreed, f"after step {self.trainer.step}, saved in {path}; --resume continues from there")
 
@@ -235,9 +229,6 @@ class _Run:
             # Ctrl-C may have killed a compiler, too.
             raise stop.stopped(f"during step {trainer.step + 1}; --resume continues {self._newest()}") from None
         self.seconds += time.perf_counter() - start
-        self._signals, written = trainer.answers
-        if all(written):
-            self._checkpoints.finish()
         self.recorder.update(trainer.step, record, trainer.step * self._tokens_per_step)
         bar.set_postfix({"loss": f"{record['loss']:.3f}"}, refresh=False)
         bar.update()
@@ -261,11 +252,10 @@ class _Run:
         self.echo(f"train: step {step}/{self.config.train.steps}, loss {loss:.4f}{pace}, {used}")
 
     def _checkpoint(self) -> None:
-        def write(to: Path) -> Saved:
-            values, digests = self.trainer.save(to)
-            return {**values, "lengths": self.recorder.sync(), "seconds": self.seconds}, digests
+        def write(to: Path) -> State:
+            return {**self.trainer.save(to), "lengths": self.recorder.sync(), "seconds": self.seconds}
 
-        self._checkpoints.begin(self.trainer.step, write)
+        save_checkpoint(self.folder, self.trainer.step, self.config.log.keep, write, self.ranks)
 
     def _broke(self, error: str) -> str:
         """Record the error that ended the run; return the checkpoint to resume from."""

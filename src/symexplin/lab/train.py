@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import symexplin as sel
 from symexplin.lab.build import build, build_model, clear_gradients
-from symexplin.lab.checkpoint import Saved
+from symexplin.lab.checkpoint import State
 from symexplin.lab.config import RunConfig, TrainConfig
 from symexplin.lab.data.batches import Batch, BatchLoader, Corpus, Prefetched, eval_batches
 from symexplin.lab.evaluate import evaluate
@@ -68,14 +68,14 @@ class Trainer:
     Batches, learning rates and evaluations are functions of the configuration and the step, so the state to keep is
     that of the model and of the optimizer alone. The configuration is complete (:func:`symexplin.lab.config.resolve`).
     Several processes compute each batch together, and all call every method. With the loss of an update they exchange
-    the numbers that `ask` returns, which the caller may set: `answers` has for each of them those of all processes.
+    the number that `ask` returns, which the caller may set: `answers` has those of all processes.
     """
 
     def __init__(self, config: RunConfig, corpus: Corpus, ranks: Ranks = ALONE) -> None:
         context, train = config.model.context, config.train
         self.config, self._ranks = config, ranks
-        self.ask: Callable[[], Sequence[float]] = tuple
-        self.answers: list[tuple[float, ...]] = []
+        self.ask: Callable[[], float] = float
+        self.answers: Sequence[float] = ()
         with ranks.together():  # an error must reach all processes before the next collective operation
             rows = train.batch_size // train.accumulation
             self._held_out = eval_batches(corpus.valid, context, rows, train.eval_batches * train.accumulation)
@@ -116,7 +116,7 @@ class Trainer:
         clear_gradients((p for group in self.optimizer.param_groups for p in group["params"]), self.config)
         losses, norm = self._backward(), self._step()
         values = torch.stack([*losses, norm.to(losses[0].device, torch.result_type(losses[0], norm))]).tolist()
-        shares, *self.answers = self._ranks.columns(sum(values[:-1]), *self.ask())
+        shares, self.answers = self._ranks.columns(sum(values[:-1]), self.ask())
         loss = sum(shares) / self._ranks.size
         self._check_finite(self.step + 1, loss=loss, gradient_norm=values[-1])
         self.step += 1
@@ -181,19 +181,16 @@ class Trainer:
             return model
         return cast(Transformer, sel.fold(copy.deepcopy(model)))
 
-    def save(self, folder: Path) -> Saved:
-        """Write model and optimizer into a folder, sharded ones in parts and in the background.
-
-        Return values for a checkpoint's state, and the digests to come of files in parts.
-        """
+    def save(self, folder: Path) -> State:
+        """Write model and optimizer into a folder, sharded ones in parts; return values for a checkpoint's state."""
         curve = map_of(self.config.sel, self.config.model.width)
         if self._sharded:
-            return save_sharded(self.model, self.optimizer, folder, curve, self._ranks)
+            return save_sharded(self.model, self.optimizer, folder, curve)
         state, rest = split_optimizer(self.optimizer)
         if self._ranks.first:
             save_model(self.model, folder / MODEL, curve)
             write_tensors(folder / OPTIMIZER, state)
-        return {"optimizer": rest}, None
+        return {"optimizer": rest}
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Continue from what :meth:`save` wrote."""

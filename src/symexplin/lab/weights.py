@@ -19,7 +19,7 @@ from symexplin.checks import naming
 from symexplin.config import SELConfig
 from symexplin.lab.checkpoint import (
     STATE,
-    Saved,
+    State,
     is_sharded,
     load_checkpoint,
     newest_intact,
@@ -31,7 +31,7 @@ from symexplin.lab.data.tokenizer import Tokenizer
 from symexplin.lab.files import file_digest, read_json, replacing
 from symexplin.lab.folders import FACTS, RESULT, TOKENIZER
 from symexplin.lab.model import ModelConfig, Transformer
-from symexplin.lab.parallel import Ranks, placed
+from symexplin.lab.parallel import placed
 from symexplin.modules import convert, fold
 
 __all__ = [
@@ -319,15 +319,11 @@ def _read_state(folder: Path, parameters: Sequence[Tensor]) -> Iterator[tuple[st
     yield from ((key.removeprefix(_OF_OPTIMIZER), tensor) for key, tensor in targets.items())
 
 
-def save_sharded(
-    model: Transformer, optimizer: torch.optim.Optimizer, folder: Path, curve: SELConfig | None, ranks: Ranks
-) -> Saved:
-    """Write this process's parts of a sharded model and of its optimizer's state in the background.
-
-    Return values for the state, and the digests of files (:func:`write_shards`).
-    """
+def save_sharded(model: Transformer, optimizer: torch.optim.Optimizer, folder: Path, curve: SELConfig | None) -> State:
+    """Write this process's parts of a sharded model and of its optimizer's state; return values for the state."""
     state, rest = split_optimizer(optimizer)
     tensors = {_WEIGHTS + name: tensor for name, tensor in _untied(model).items()}
     tensors |= {_OF_OPTIMIZER + name: tensor for name, tensor in state.items()}
     header = json.loads(map_entry(curve, config=dataclasses.asdict(model.config))[_ENTRY])
-    return {"optimizer": rest, "header": header}, write_shards(folder, tensors, ranks)
+    write_shards(folder, tensors)
+    return {"optimizer": rest, "header": header}

@@ -148,7 +148,7 @@ def test_runs_of_the_laboratory_end_with_the_bytes_of_runs_that_were_not_stopped
     settings = {
         "data": str(data),
         "model": {"width": 16, "depth": 1, "heads": 2, "context": 16},
-        "train": {"steps": 2000, "eval_every": 1000, "batch_size": 2, "eval_batches": 1},
+        "train": {"steps": 1000, "eval_every": 500, "batch_size": 2, "eval_batches": 1},
         "compute": {"device": "cpu", "threads": 1},
         "log": {"tensorboard": False},
         "compare": {"variants": ["AdamW", "default"], "lrs": [0.01], "seeds": [0]},

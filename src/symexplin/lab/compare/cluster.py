@@ -70,8 +70,8 @@ def hand_over(
         ValueError: Slurm refuses what the runs ask for.
     """
     missing = [task for task in tasks if task.folder not in jobs and not has_ended(task.folder)]
-    for text, count in Counter(jobs[task.folder] for task in tasks if task.folder in jobs).items():
-        echo(f"{count} run{'s' * (count > 1)}: {text}")
+    for text, number in Counter(jobs[task.folder] for task in tasks if task.folder in jobs).items():
+        echo(f"{_runs(number)}: {text}")
     for task in missing:
         if (log := task.file(".log")).exists():
             echo(f"failed: {task.label}: {last_lines(log)}")
@@ -83,11 +83,15 @@ def hand_over(
     for number, group in enumerate(groups.values(), start=last + 1):
         script = _write(group, out.resolve() / _CLUSTER / str(number), out.resolve(), at_a_time)
         shown = out / _CLUSTER / str(number) / _SCRIPT
-        count = f"{len(group)} run{'s' * (len(group) > 1)}"
+        count, end = _runs(len(group)), "--resume collects what has ended"
         if submit:
-            echo(f"{count} submitted as job {_submit(script)} ({shown}); --resume collects what has ended")
+            echo(f"{count} submitted as job {_submit(script)} ({shown}); {end}")
         else:
-            echo(f"{count} to submit: sbatch {shlex.quote(str(shown))}; then --resume collects what has ended")
+            echo(f"{count} to submit: sbatch {shlex.quote(str(shown))}; then {end}")
+
+
+def _runs(count: int) -> str:
+    return f"{count} run{'s' * (count > 1)}"
 
 
 def _folders(place: Path) -> list[str]:
