@@ -64,22 +64,21 @@ WRONG = [
     ("dmo", 'Did you mean "demo"?'),
     ("--widht 3", "--widht", "symexplin --help"),
     ("demo --seed 1 b", "'b'", "symexplin demo --help"),
-    ("demo steps=3", "'steps=3'", "--set steps=3"),
+    ("demo steps=3", "'steps=3'"),
     ("demo --steps 0", "steps must be a whole number >= 1, got 0"),
     ("train --widht 3", "--widht", "Did you mean --width?", "symexplin train --help"),
-    ("train --learning-rate 1e-3", "Did you mean --lr?"),
-    ("compare --learning-rate 1e-3", "Did you mean --lrs?"),
+    ("train --learning-rate 1e-3", "Unknown option: --learning-rate"),
     ("train --data", "--data requires an argument"),
     ("train", "data must be given", "symexplin prepare"),
     ("train --data /no/such", "data must be", "symexplin prepare", "/no/such"),
-    ("train train.lr=1e-3", "'train.lr=1e-3'", "--lr 1e-3", "--set train.lr=1e-3"),
+    ("train train.lr=1e-3", "config must be an existing TOML file, got 'train.lr=1e-3'"),
     ("train good.toml bad.toml", "'bad.toml'"),
     ("train none.toml", "config must be an existing TOML file, got 'none.toml'"),
     ("train bad.toml", "config bad.toml is not TOML", "line 1"),
     ("train deep.toml", "config deep.toml is not TOML"),
     ("train tables.toml --lr 1e-3", "[train] must be a table, got [{'steps': 3}]"),
-    ("train mytext.txt", "config mytext.txt is not TOML", "symexplin prepare mytext.txt"),
-    ("train .", "config must be an existing TOML file", "--data", "symexplin prepare ."),
+    ("train mytext.txt", "config mytext.txt is not TOML"),
+    ("train .", "config must be an existing TOML file"),
     ("train key.toml", "'widht' in [model]; did you mean 'width'?"),
     ("train --width 1.5", "--width", "whole number"),
     ("train --lr fast", "--lr", '"fast"', "float"),
@@ -174,18 +173,13 @@ def test_an_interruption_has_its_status(monkeypatch, capsys, error, line):
     assert capsys.readouterr().err == f"symexplin: {line}\n"
 
 
-def test_what_the_machine_cannot_do_is_one_line_with_a_remedy(monkeypatch, capsys):
+def test_what_the_machine_cannot_do_is_one_line(monkeypatch, capsys):
     from torch._dynamo.exc import TorchDynamoException
 
     failing(monkeypatch, torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB"))
     assert "raise --accumulation" in refused(capsys, "demo")
     failing(monkeypatch, OSError(28, "No space left on device", "x/runs/a"))
-    assert "'x/runs/a': No space left on device; choose another --out" in refused(capsys, "demo", "--out=x/")
-    failing(monkeypatch, OSError(20, "Not a directory", "afile/x"))
-    line = refused(capsys, "demo", "--data", "a", "--out", "afile/x")
-    assert line.endswith(": 'afile/x': Not a directory; choose another --out, with free space and permission to write")
-    failing(monkeypatch, OSError("cannot write 'x/a': no space"))
-    assert "no space; choose another --out, with" in refused(capsys, "demo", "--out", "x")
+    assert refused(capsys, "demo").endswith(": 'x/runs/a': No space left on device")
     failing(monkeypatch, TorchDynamoException("g++ died\nwith many lines"))
     assert "leave out --compile" in refused(capsys, "demo")
 
@@ -240,7 +234,7 @@ def test_defaults_give_way_to_the_saved_settings_then_the_file_then_flags_then_s
     resumed = ("train", "--out", folder, "--resume")
     message = refused(capsys, *resumed, "--set", "lr=0.5", "map.beta=6")
     assert "train.lr was 0.2, is 0.5 now" in message
-    assert message.endswith(": leave out --lr, --map, or choose a new --out")
+    assert message.endswith("sel.map.beta was 5.0, is 6.0 now")
     assert "train.steps was 3, is 50 now" in refused(capsys, *resumed, file)
     assert "has finished already" in run(capsys, *resumed)
 

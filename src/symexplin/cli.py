@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import itertools
 import os
 import pkgutil
 import re
@@ -12,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, CycloptsError, Parameter, UnknownOptionError, UnusedCliTokensError
+from cyclopts import App, CycloptsError, Parameter
 
 from symexplin import __version__
 from symexplin.lab.files import write_json
@@ -23,15 +22,6 @@ __all__ = ["COMMANDS", "main", "make_app"]
 
 # The words of torch's RuntimeErrors where the memory of a CPU ends.
 _NO_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "Storage size calculation overflowed")
-
-# Flags as other programs call them.
-_SYNONYMS = {
-    "--learning-rate": "--lr",
-    "--hidden-size": "--width",
-    "--layers": "--depth",
-    "--num-layers": "--depth",
-    "--seq-len": "--context",
-}
 
 _ABOUT = """\
 Train models in curved weight space (SymExpLin) and get ordinary weights.
@@ -68,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        line = _explain(error, given)
+        line = _explain(error)
         if line is None or "--traceback" in given:
             raise
         _tell(error, line)
@@ -119,20 +109,13 @@ def _tell(error: Exception, line: str) -> None:
         write_json(file, {"message": line, "timestamp": int(time.time())})  # in one step: torchrun may end this process
 
 
-def _explain(error: Exception, given: Sequence[str]) -> str | None:
-    """Return the line that tells the user of the arguments `given` what is wrong; None for a defect of the program."""
+def _explain(error: Exception) -> str | None:
+    """Return the line that tells the user what is wrong; None for a defect of the program."""
     text = " ".join(str(error).split())
     kind = type(error)  # torch's and the laboratory's are known by their names: they are not imported for all commands
     if isinstance(error, Stopped):
         return text
     if isinstance(error, CycloptsError):
-        if isinstance(error, UnusedCliTokensError):
-            text = text.rstrip(".") + "".join(map(_as_flag, error.unused_tokens or ()))
-        elif isinstance(error, UnknownOptionError):
-            word = error.token.keyword or error.token.value
-            known = (argument.name for argument in error.argument_collection)
-            near = [name for name in known if name.startswith(_SYNONYMS.get(word, " "))]  # in compare it is --lrs
-            text = f"Unknown option: {word}. Did you mean {min(near, key=len)}?" if near else text
         text += f" (see {' '.join(['symexplin', *(error.command_chain or ())])} --help)"
     elif isinstance(error, ModuleNotFoundError) and "pip install" not in text:
         text += "; install the extra 'lab': pip install 'symexplin[lab]'"
@@ -140,22 +123,11 @@ def _explain(error: Exception, given: Sequence[str]) -> str | None:
         text = f"out of memory: raise --accumulation, or try --recompute ({text[:200]})"
     elif any(base.__module__.startswith(("torch._dynamo", "torch._inductor")) for base in kind.__mro__):
         text = f"torch.compile failed: leave out --compile, or remove its cache ({text[:200]})"
-    elif isinstance(error, OSError) and (error.strerror or text.startswith("cannot write")):
-        if error.strerror:
-            text = f"{error.filename!r}: {error.strerror}" if error.filename else error.strerror
-        file = error.filename or "".join(re.findall(r"^cannot write '(.+?)'", text))
-        places = itertools.pairwise(part for word in given for part in word.split("=", 1))
-        flags = {_parts(place): flag for flag, place in places if flag.startswith("--") and place}
-        path = _parts(file)
-        if above := [parts for parts in flags if parts == path[: len(parts)]]:
-            text += f"; choose another {flags[max(above, key=len)]}, with free space and permission to write"
+    elif isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename!r}: {error.strerror}" if error.filename else error.strerror
     elif not isinstance(error, ValueError | OSError | ModuleNotFoundError) and kind.__name__ != "NonFiniteError":
         return None
     return f"error: {text}"
-
-
-def _parts(place: str) -> tuple[str, ...]:
-    return Path(place).absolute().parts
 
 
 def _log(line: str) -> None:
@@ -191,20 +163,8 @@ _Path = str | None
 
 
 def _file(config: str | None) -> Table:
-    """Return the settings in a file. An error says what else the user may have meant."""
-    if config is None:
-        return {}
-    try:
-        return load_toml(config)
-    except (FileNotFoundError, ValueError) as error:
-        hint = _as_flag(config)
-        if Path(config).exists() and Path(config).suffix != ".toml":
-            hint = f"; --data takes tokens, which are made of text by: symexplin prepare {config} --out data"
-        raise ValueError(f"{error}{hint}") from None
-
-
-def _as_flag(word: str) -> str:
-    return f"; a key is set by its flag, such as --lr 1e-3, or by --set {word}" if "=" in word else ""
+    """Return the settings in a file."""
+    return {} if config is None else load_toml(config)
 
 
 def _prepare(given: Table, *sources: str, out: str) -> None:
@@ -212,8 +172,8 @@ def _prepare(given: Table, *sources: str, out: str) -> None:
 
     Text comes from `stdlib` (the sources of the running Python), files with documents separated by NUL bytes, .jsonl
     files, which may be compressed (.xz, .gz), parquet files, folders of such files and of plain text, or Hugging Face
-    datasets: `hf:NAME[:CONFIG][@REVISION]`, `openwebtext`, `fineweb`. Text must be UTF-8; other files in a folder are
-    skipped and listed.
+    datasets: `hf:NAME[:CONFIG][@REVISION]`, `openwebtext`. Text must be UTF-8; other files in a folder are skipped and
+    listed.
     Duplicate documents are dropped. If the command is killed, run it again: it starts over.
 
     Args:

@@ -290,7 +290,7 @@ class PrepareConfig(Schema):
 
     Args:
         sources: where the text comes from: "stdlib" (the sources of the running Python), files, folders,
-            parquet files, "hf:NAME[:CONFIG][@REVISION]", "openwebtext", "fineweb".
+            parquet files, "hf:NAME[:CONFIG][@REVISION]", "openwebtext".
         tokenizer: "bpe" to train one on the text, "byte", "gpt2", "hf:NAME" (of a model on the hub), or the path of a
             `tokenizers` JSON file.
         vocab_size: size of the vocabulary of a BPE trained here.

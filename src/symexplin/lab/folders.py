@@ -108,18 +108,9 @@ def check_resumable(folder: Path, kind: str, saved: Mapping[str, Any], new: Mapp
     }
     refused = {key: text for key, text in changed.items() if not key.startswith(_MACHINE)}
     if refused:
-        flags = ", ".join(dict.fromkeys(map(_flag, refused)))
         there = f"{str(folder)!r} with a {kind} whose {'; '.join(refused.values())}"
-        remedy = f"leave out {flags}, or choose a new --out"
-        raise ValueError(f"out must be a new folder for another configuration, got {there}: {remedy}")
+        raise ValueError(f"out must be a new folder for another configuration, got {there}")
     return list(changed.values())
-
-
-def _flag(key: str) -> str:
-    """Return the flag of a dotted key; those of a map and of a variant have one together."""
-    parts = key.split(".")
-    name = next((part for part in parts if part in ("map", "variant", "lr_factors")), parts[-1])
-    return f"--{name.replace('_', '-')}"
 
 
 class Recorder(contextlib.ExitStack):

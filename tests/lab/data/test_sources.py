@@ -117,26 +117,25 @@ def test_out_of_reach_is_one_line(monkeypatch):
         hub_file("some/model", "tokenizer.json")
 
 
-def test_shorthands_and_names_of_datasets(monkeypatch):
+def test_names_of_datasets(monkeypatch):
     asked = []
     rows = datasets.Dataset.from_dict({"text": ["a", "b\0c", None], "id": [1, 2, 3]})
-    monkeypatch.setattr(module, "_DOCUMENTS", {"openwebtext": 3})
+    monkeypatch.setattr(module, "_CORPUS_DOCUMENTS", 3)
 
     def fake(*words, split, revision, streaming=False):
         asked.append((*words, split, revision))
         return iter(rows) if streaming else rows
 
     monkeypatch.setattr(datasets, "load_dataset", fake)
-    for name in ("openwebtext", "fineweb", "hf:some/name", "hf:some/name:small@v1.0"):
+    for name in ("openwebtext", "hf:some/name", "hf:some/name:small@v1.0"):
         assert load(name, split="test") == [b"a", b"b", b"c"]
     assert asked == [
         ("Skylion007/openwebtext", None, "test", "refs/convert/parquet"),
-        ("HuggingFaceFW/fineweb", "sample-10BT", "test", None),
         ("some/name", None, "test", None),
         ("some/name", "small", "test", "v1.0"),
     ]
     check_source("openwebtext", "text", "train")
-    monkeypatch.setattr(module, "_DOCUMENTS", {"openwebtext": 4})
+    monkeypatch.setattr(module, "_CORPUS_DOCUMENTS", 4)
     with pytest.raises(ValueError, match="'openwebtext' has 3 documents on the hub, not 4: give a folder with"):
         load("openwebtext")
     for key in ("body", "id"):

@@ -21,13 +21,10 @@ __all__ = ["Reader", "check_source", "find_source", "hash_document", "hub_file",
 Reader = Callable[[], Iterator[bytes]]  # yields the documents of a source from its start, as often as it is called
 
 _SEPARATOR = "\0"  # ends each document; it does not occur in text
-_SHORTHANDS = {
-    # The paper's corpus. `datasets` runs no scripts anymore: this is the branch that the hub has converted.
-    "openwebtext": "hf:Skylion007/openwebtext@refs/convert/parquet",
-    "fineweb": "hf:HuggingFaceFW/fineweb:sample-10BT",
-}
-# Such a branch may hold a part of a dataset alone.
-_DOCUMENTS = {"openwebtext": 8_013_769}
+# The paper's corpus. `datasets` runs no scripts anymore: this is the branch that the hub has converted, which may hold a
+# part of a dataset alone.
+_CORPUS, _CORPUS_SPEC = "openwebtext", "hf:Skylion007/openwebtext@refs/convert/parquet"
+_CORPUS_DOCUMENTS = 8_013_769
 _PARQUET = ".parquet"
 _CHUNK = 1 << 20  # characters
 # Folders of the standard library that are not its text: installed packages, tests, build leftovers.
@@ -40,12 +37,12 @@ def find_source(name: str, text_key: str, split: str, left_out: list[str]) -> Re
     A NUL character separates documents, inside those of datasets and JSON lines too; blank ones are left out.
     `left_out` gets the files of a folder that are not text.
     """
-    spec, path = _SHORTHANDS.get(name, name), Path(name)
+    spec, path = _spec(name), Path(name)
     if re.match("hf:[^:@]", spec):
         rows = _dataset(spec.removeprefix("hf:"), text_key, split)
-        if len(rows) < _DOCUMENTS.get(name, 0):
+        if name == _CORPUS and len(rows) < _CORPUS_DOCUMENTS:
             raise ValueError(
-                f"{name!r} has {len(rows):,} documents on the hub, not {_DOCUMENTS[name]:,}: give a folder with its "
+                f"{name!r} has {len(rows):,} documents on the hub, not {_CORPUS_DOCUMENTS:,}: give a folder with its "
                 "parquet files or texts instead"
             )
         return lambda: _documents(name, _column(rows, text_key))
@@ -59,12 +56,16 @@ def find_source(name: str, text_key: str, split: str, left_out: list[str]) -> Re
     elif path.is_file():  # not a pipe, which gives its text once
         files = [path]
     else:
-        right = "'stdlib', an existing file or folder, 'hf:NAME', " + " or ".join(map(repr, _SHORTHANDS))
+        right = f"'stdlib', an existing file or folder, 'hf:NAME' or {_CORPUS!r}"
         raise FileNotFoundError(f"a source of text must be {right}, got {name!r}")
     for file in files:
         if file.suffix == _PARQUET:
             _check_column(_parquet(file).schema_arrow, text_key, str(file))
     return lambda: _documents(name, _texts(files, text_key))
+
+
+def _spec(name: str) -> str:
+    return _CORPUS_SPEC if name == _CORPUS else name
 
 
 def _documents(name: str, texts: Iterable[str]) -> Iterator[bytes]:
@@ -202,7 +203,7 @@ def check_source(name: str, text_key: str, split: str) -> None:
 
     Of a dataset on the hub it reads the first row.
     """
-    spec = _SHORTHANDS.get(name, name)
+    spec = _spec(name)
     if name and Path(name).is_dir():  # to look for text in its files takes long
         return
     if not re.match("hf:[^:@]", spec):
