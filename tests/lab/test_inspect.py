@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 import symexplin as sel
 from symexplin.lab import inspect as module
-from symexplin.lab.inspect import curved_in, format_inspection, inspect_file
+from symexplin.lab.inspect import format_inspection, inspect_file
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.weights import map_entry
 
@@ -50,20 +49,11 @@ def hub(kind, **settings):
     return model(model.config_class(**settings))
 
 
-def parts():
-    experts = nn.ModuleDict({"gate": nn.Linear(4, 2), "experts": nn.ModuleList([nn.Linear(4, 8)])})
-    mixer = nn.ModuleDict({"gate": nn.Linear(8, 4), "dt_proj": nn.Linear(2, 8)})
-    model = nn.ModuleDict({"mlp": experts, "mixer": mixer, "conv": nn.Conv1d(4, 4, 3)})
-    model._modules["half"] = nn.Linear(4, 4)  # torch refuses the name, files have it
-    return model
-
-
 LLAMA = {"vocab_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 24}
 MODELS = {
     "lab": lambda: Transformer(ModelConfig(width=16, depth=2, heads=2, vocab_size=16, context=8)),
     "Llama": lambda: hub("LlamaForCausalLM", **LLAMA, tie_word_embeddings=True, attention_bias=True),
     "GPT-2": lambda: hub("GPT2LMHeadModel", vocab_size=32, n_embd=8, n_layer=2, n_head=2),
-    "routers, step biases": parts,
 }
 
 
@@ -71,10 +61,9 @@ MODELS = {
 def test_names_agree_with_modules(tmp_path, name):
     model = MODELS[name]()
     save_file({name: parameter.detach() for name, parameter in model.named_parameters()}, tmp_path / "m")
-    found, wanted = curved_in(tmp_path / "m"), sel.routing(model)
-    matrices = {route.name for route in wanted if route.parameter.dim() <= 2}  # a file tells no convolution
-    assert {r.name for r in found.curved} == {r.name for r in wanted.curved} & matrices - {"conv.bias"}
-    assert (found.config, found.width) == (wanted.config, wanted.width)
+    found, wanted = inspect_file(tmp_path / "m"), sel.routing(model)
+    assert {row.name for row in found.rows} == {route.name for route in wanted.curved if route.is_weight}
+    assert found.config == wanted.config
 
 
 def test_files_without_curved_weights(tmp_path):

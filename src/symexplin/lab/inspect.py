@@ -5,18 +5,18 @@ fan_out))``, which no fresh weight exceeds. The growth of a standard deviation i
 paper's figures of a 4B model: largest growth 30, deviation 1.7, 0.05% of the weights above 0.1.
 """
 
-import itertools
 import math
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from symexplin.checks import naming
@@ -24,15 +24,17 @@ from symexplin.config import SELConfig
 from symexplin.lab.files import format_columns
 from symexplin.lab.weights import is_raw, iter_tensors, read_map
 from symexplin.modes import Scales
-from symexplin.routes import Routing, routing
 from symexplin.spec import CurvedWeight, Spec
-from symexplin.transform import compute_dtype, forward, tolerance
+from symexplin.transform import check_invertible, compute_dtype, forward, tolerance
 
-__all__ = ["Inspection", "Row", "curved_in", "curved_matrices", "format_inspection", "inspect_file", "xavier_bound"]
+__all__ = ["Inspection", "Row", "curved_matrices", "format_inspection", "inspect_file", "xavier_bound"]
 
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # narrower numbers need scales
-# Last part of an embedding's name: GPT-2's, Llama's original, T5's, and all that end in "embedding".
-_EMBEDDING = re.compile(r"wte|wpe|shared|relative_attention_bias|embed(_.*)?|.*(_embed|emb|embd|embeddings?)")
+# Last part of the name of an embedding (GPT-2's, Llama's original, T5's, and all that end in "embedding") or a head.
+_PLAIN = re.compile(
+    r"wte|wpe|shared|relative_attention_bias|embed(_.*)?|.*(_embed|emb|embd|embeddings?)"
+    r"|head|.*_head|classifier|score|output"
+)
 # Thresholds of a size: the paper's (section 3), and multiples of Xavier's bound.
 _LARGE, _MULTIPLES = 0.1, (1, 2, 5, 10)
 # Numbers looked at at once: a dozen float64 copies of them are 25 MB.
@@ -49,52 +51,31 @@ def xavier_bound(shape: Sequence[int]) -> float:
     return math.sqrt(6.0 / sum(shape))
 
 
-def curved_in(path: str | Path, config: SELConfig | None = None) -> Routing:
-    """Return the decision for each floating tensor of a file of plain weights (:func:`symexplin.routing`).
+def curved_matrices(path: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield every matrix of a file of plain weights that would be curved with its name, one at a time.
 
-    A file has no modules: a 2-D tensor named `weight` stands for an embedding if its name says so, else for a linear
-    layer.
+    A file has no modules: these are the floating 2-D tensors named `weight`, but for those of modules that are named
+    as embeddings and output heads are.
 
     Raises:
-        ValueError: raw weights, or no 2-D weight to curve.
+        ValueError: raw weights.
     """
-    shapes = {name: tensor.shape for name, tensor in iter_tensors(path) if tensor.dtype in _FLOATING}
-    if any(map(is_raw, shapes)):
-        raise ValueError(f"{str(path)!r} holds raw weights, not plain ones: take the final weights of its run")
-    routes = routing(_skeleton(shapes), config)
-    if not routes.curved:
+    for name, tensor in iter_tensors(path):
+        if is_raw(name):
+            raise ValueError(f"{str(path)!r} holds raw weights, not plain ones: take the final weights of its run")
+        *_, module, local = ("", "", *name.split("."))
+        is_matrix = tensor.dim() == 2 and tensor.numel() > 0 and tensor.dtype in _FLOATING
+        if is_matrix and local == "weight" and not _PLAIN.fullmatch(module):
+            yield name, tensor
+
+
+def _resolved(path: str | Path, config: SELConfig) -> SELConfig:
+    """Return the map with the numbers of the file's width: the side that occurs most often, the larger on a tie."""
+    counts = Counter(side for _, matrix in curved_matrices(path) for side in matrix.shape)
+    if not counts:
         kinds = ", ".join(str(kind).removeprefix("torch.") for kind in _FLOATING)
         raise ValueError(f"{str(path)!r} must hold 2-D weights to curve, in one of {kinds}, got none")
-    return routes
-
-
-def curved_matrices(path: str | Path, routes: Routing | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield every curved matrix of a file of plain weights with its name, one at a time."""
-    curved = {route.name for route in (routes or curved_in(path)).curved if route.axes == "oi"}
-    return ((name, tensor) for name, tensor in iter_tensors(path) if name in curved)
-
-
-def _skeleton(shapes: Mapping[str, Sequence[int]]) -> nn.Module:
-    """Return a model with parameters of these names, in modules of the types that names and shapes tell."""
-    modules = {"": _module("", shapes.get("weight", ()))}
-    for name, shape in shapes.items():
-        owner, _, local = name.rpartition(".")
-        for path in itertools.accumulate(owner.split("."), "{}.{}".format):
-            if path not in modules:
-                parent, _, part = path.rpartition(".")
-                modules[path] = _module(part, shapes.get(f"{path}.weight", ()))
-                modules[parent]._modules[part] = modules[path]  # not by add_module, which refuses names such as "half"
-        modules[owner]._parameters[local] = nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"))
-    return modules[""]
-
-
-def _module(name: str, shape: Sequence[int]) -> nn.Module:
-    if len(shape) != 2 or 0 in shape:
-        return nn.Module()
-    height, width = shape
-    if _EMBEDDING.fullmatch(name):
-        return nn.Embedding(height, width, device="meta")
-    return nn.Linear(width, height, bias=False, device="meta")
+    return check_invertible(config.resolve(max(counts, key=lambda side: (counts[side], side))))
 
 
 @dataclass(frozen=True)
@@ -140,25 +121,25 @@ def inspect_file(path: str | Path, *, config: SELConfig | None = None) -> Inspec
     Without `config` the map is that of the model's training, if its header has it, else `SELConfig()`.
 
     Raises:
-        ValueError: not the plain weights of :func:`curved_in`, or weights beyond the reach of a bounded map.
+        ValueError: raw weights, no matrix to curve, or weights beyond the reach of a bounded map.
     """
     origin = "as given"
     if config is None:
         config, origin = read_map(path), "the model was trained with it"
     if config is None:
         origin = "assumed, the file names none; --preset and --map give another"
-    routes = curved_in(path, config)
+    config = _resolved(path, config or SELConfig())
     rows: list[Row] = []
     every: list[_Part] = []
-    for name, matrix in tqdm(curved_matrices(path, routes), unit=" matrices", disable=None):  # only on a terminal
+    for name, matrix in tqdm(curved_matrices(path), unit=" matrices", disable=None):  # only on a terminal
         height, bound = max(1, _CHUNK // matrix.shape[1]), xavier_bound(matrix.shape)
         with naming(name):
-            parts = [_part(part, bound, routes.config) for part in torch.split(matrix, height)]
+            parts = [_part(part, bound, config) for part in torch.split(matrix, height)]
         rows.append(_row(name, tuple(matrix.shape), parts))
         every += parts
     rows.sort(key=lambda row: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", row.name)])
     plain = sum(1 for _ in iter_tensors(path)) - len(rows)
-    return Inspection(routes.config, origin, tuple(rows), _row("all", (), every), plain)
+    return Inspection(config, origin, tuple(rows), _row("all", (), every), plain)
 
 
 def _part(w: Tensor, bound: float, config: SELConfig) -> _Part:

@@ -21,8 +21,8 @@ __all__ = ["Reader", "check_source", "find_source", "hash_document", "hub_file",
 Reader = Callable[[], Iterator[bytes]]  # yields the documents of a source from its start, as often as it is called
 
 _SEPARATOR = "\0"  # ends each document; it does not occur in text
-# The paper's corpus. `datasets` runs no scripts anymore: this is the branch that the hub has converted, which may hold a
-# part of a dataset alone.
+# The paper's corpus. `datasets` runs no scripts anymore: this is the branch that the hub has converted, which may lack
+# documents.
 _CORPUS, _CORPUS_SPEC = "openwebtext", "hf:Skylion007/openwebtext@refs/convert/parquet"
 _CORPUS_DOCUMENTS = 8_013_769
 _PARQUET = ".parquet"
