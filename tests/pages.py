@@ -18,7 +18,7 @@ class Page:
     def __init__(self, path):
         self.html = path.read_text(encoding="utf-8")
         self.text = _text(self.html)
-        self.titles = re.findall(r"<h2>(.*?)</h2>", self.html)
+        self.titles = [_text(title) for title in re.findall(r"<(?:h2|summary)>(.*?)</", self.html)]
         rows = re.findall(r"<tr.*?</tr>", self.html, re.DOTALL)
         self.rows = [[_text(cell) for cell in re.findall(r"<t[dh].*?</t[dh]>", row, re.DOTALL)] for row in rows]
         self.attributes = re.findall(r'([\w:-]+)="([^"]*)"', self.html)

@@ -6,15 +6,29 @@ from pathlib import Path
 from typing import Any
 
 from symexplin.experiments.claims import VERDICTS, ClaimVerdict, PanelResult, judge, reported_gap
-from symexplin.experiments.tables import Table, read_table
+from symexplin.experiments.tables import PANELS, Table, read_table
+from symexplin.lab.compare.cells import Cell, Column, cells
 from symexplin.lab.compare.comparison import ONE_LR, Comparison, Row
 from symexplin.lab.files import write_csv
 from symexplin.lab.report.charts import comparison_figures
-from symexplin.lab.report.pages import reading, write_page
+from symexplin.lab.report.pages import Card, Grid, Section, reading, write_page
 
 __all__ = ["report_table"]
 
 _RESULTS, _CLAIMS = "table.csv", "claims.csv"
+_JUDGED = """\
+Differences are taken between runs of one seed, which share the order of their data. From three seeds on, the means \
+of all variants have 99% intervals that hold together. A claim held if the interval lies on the claimed side of \
+zero, or within the bound; it did not hold if the interval lies on the other side, or beyond the bound. An interval \
+that contains zero is "not resolved" if all seeds point one way, else "no difference detected"; half of it is the \
+smallest mean that would count. Seeds that chose between learning rates do not judge. An interval that contains the \
+bound tests nothing. One seed is judged as the paper judges its own, by that run's sign or by whether it keeps to \
+the bound; two seeds are too few. Runs that should be the same held if they stay within the bound in every seed. The \
+verdict is that of each variant at its own best learning rate. Beside it stands the result at the shared rate, the \
+baseline's best: a claim that holds there alone is a learning-rate effect."""
+_READ = """\
+Loss: mean cross entropy on held-out text after the last step, in nats per token. The paper's losses are of other \
+data and larger models, so that only its differences can be compared."""
 
 
 def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) -> Path:
@@ -34,24 +48,10 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
         judged = [judge(claim, outcome.panels, losses, outcome.scale) for claim in outcome.claims]
         claims = [claim for claim in judged if claim.panels]
         headline = _headline(outcome, claims)
-        panels = [
-            (panel, panel.comparison, list(_variants(outcome, panel, panel.comparison)))
-            for panel in outcome.panels
-            if panel.comparison
-        ]
-        write_csv(out / _RESULTS, [row for *_, variants in panels for pair in variants for row in pair])
+        finished = [(panel, panel.comparison) for panel in outcome.panels if panel.comparison]
+        write_csv(out / _RESULTS, [row for pair in finished for row in _rows(outcome, *pair)])
         write_csv(out / _CLAIMS, [row for claim in claims for row in _claim_rows(outcome, claim)])
-        page = write_page(
-            out,
-            "table.html.jinja",
-            __package__,
-            title=outcome.title,
-            outcome=outcome,
-            out=out,
-            headline=headline,
-            claims=claims,
-            panels=[(*panel, comparison_figures(panel[1])) for panel in panels],
-        )
+        page = write_page(out, outcome.title, list(_sections(outcome, out, headline, claims, finished)))
     lines = ["", *headline]
     for claim in claims:
         lines += [f"{claim.verdict}: {claim.claim.text}", *(f"  {panel.sentence}" for panel in claim.panels)]
@@ -79,14 +79,72 @@ def _headline(outcome: Table[PanelResult], claims: Sequence[ClaimVerdict]) -> li
     return [*sentences, f"Claims tried at scale {outcome.scale}{far}: {len(claims)}; {'; '.join(counts)}."]
 
 
-def _variants(
-    outcome: Table[PanelResult], panel: PanelResult, comparison: Comparison
-) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield the rows of each variant in table.csv: at its own best learning rate, and at the shared one."""
+def _sections(
+    outcome: Table[PanelResult],
+    out: Path,
+    headline: Sequence[str],
+    claims: Sequence[ClaimVerdict],
+    finished: Sequence[tuple[PanelResult, Comparison]],
+) -> Iterator[Section]:
+    place = f"the paper's {outcome.place}" if outcome.place else "beyond the paper"
+    yield Section(note=f"Table {outcome.name} at scale {outcome.scale}: {place}. {outcome.about}", sentences=headline)
+    if claims:
+        cards = [
+            Card(one.verdict, f"{one.claim.text} ({one.claim.place})", [panel.sentence for panel in one.panels])
+            for one in claims
+        ]
+        yield Section("The paper's claims", cards)
+        yield Section("How a claim is judged", note=_JUDGED, folded=True)
+    for panel, comparison in finished:
+        yield _panel_section(outcome, panel, comparison)
+    figures = "; ".join(f"symexplin figure {name} {out}" for name in outcome.figures)
+    made = f"symexplin reproduce {outcome.name} --scale {outcome.scale}"
+    files = {"made by": made, "figures": figures, "numbers": f"{_RESULTS}, {_CLAIMS}"}
+    yield Section("Where it comes from", grids=[Grid.of_facts({key: text for key, text in files.items() if text})])
+    if outcome.assumptions:
+        yield Section("What the paper leaves unsaid", grids=[Grid.of_facts(outcome.assumptions)], folded=True)
+
+
+def _panel_section(outcome: Table[PanelResult], panel: PanelResult, comparison: Comparison) -> Section:
+    stands_for = f", for the paper's {panel.stands_for}" if panel.stands_for not in ("", panel.name) else ""
+    seeds = ", ".join(map(str, comparison.counted_seeds))
+    hours = sum(run.seconds or 0.0 for run in comparison.runs) / 3600
+    parameters, steps = comparison.facts["model"]["parameters"], comparison.facts["config"]["train"]["steps"]
+    runs = f"{len(comparison.runs)} runs in {hours:.2f} hours"
+    papers = list(_papers(outcome, panel, comparison))
+    return Section(
+        f"{panel.name}{stands_for}",
+        grids=[Grid([*cells(comparison, rows), *papers], title) for title, rows in comparison.tables],
+        note=f"{parameters:,} parameters; {steps:,} steps; seeds {seeds}; {runs}. {_READ}",
+        figures=comparison_figures(comparison),
+        link=f"{PANELS}/{panel.name}/report.html",
+    )
+
+
+def _papers(outcome: Table[PanelResult], panel: PanelResult, comparison: Comparison) -> Iterator[Column]:
+    """Yield the columns of the paper's numbers, if it has any."""
+    names = {"loss": ".4f", "difference": "+.4f", "speedup": ".2f"}
+    numbers = [_reported(outcome, panel, comparison, variant) for variant in comparison.variants]
+    for (name, form), column in zip(names.items(), zip(*numbers, strict=True), strict=True):
+        if any(number is not None for number in column):
+            yield f"paper's {name}", [Cell("" if number is None else f"{number:{form}}", number) for number in column]
+
+
+def _reported(
+    outcome: Table[PanelResult], panel: PanelResult, comparison: Comparison, variant: str
+) -> tuple[float | None, float | None, float | None]:
+    """Return the paper's loss, difference and speedup of a variant."""
     losses, speedups = (outcome.reported.get(name, {}) for name in ("loss", "speedup"))
-    baseline = comparison.baseline
-    for best, shared in zip(comparison.best, comparison.shared, strict=True):
-        variant = best.variant
+    base, place = comparison.baseline, panel.stands_for
+    gap = reported_gap(losses, place, variant, base) if variant != base else None
+    return losses.get(place, {}).get(variant), gap, speedups.get(place, {}).get(variant)
+
+
+def _rows(outcome: Table[PanelResult], panel: PanelResult, comparison: Comparison) -> Iterator[dict[str, Any]]:
+    """Yield the rows of each variant in table.csv: at its own best learning rate, and at the shared one."""
+    for pair in zip(comparison.best, comparison.shared, strict=True):
+        variant = pair[0].variant
+        papers = zip(("loss", "delta", "speedup"), _reported(outcome, panel, comparison, variant), strict=True)
         known = {
             "table": outcome.name,
             "scale": outcome.scale,
@@ -94,11 +152,10 @@ def _variants(
             "stands_for": panel.stands_for,
             "variant": variant,
             "label": comparison.label(variant),
-            "paper_loss": losses.get(panel.stands_for, {}).get(variant),
-            "paper_delta": reported_gap(losses, panel.stands_for, variant, baseline) if variant != baseline else None,
-            "paper_speedup": speedups.get(panel.stands_for, {}).get(variant),
+            **{f"paper_{name}": number for name, number in papers},
         }
-        yield {**known, **_measured(best, "own best rate")}, {**known, **_measured(shared, "shared rate")}
+        for row, compared_at in zip(pair, ("own best rate", "shared rate"), strict=True):
+            yield {**known, **_measured(row, compared_at)}
 
 
 def _measured(row: Row, compared_at: str) -> dict[str, Any]:

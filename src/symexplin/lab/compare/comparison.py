@@ -3,17 +3,18 @@
 import dataclasses
 import math
 import statistics
-import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from symexplin.config import SELConfig
 from symexplin.lab.compare.grid import COMPARISON, RUNS, Cell
 from symexplin.lab.compare.interval import BETTER, CHOSE, ENOUGH_SEEDS, Interval, intervals
-from symexplin.lab.files import format_columns, read_json, read_json_lines, write_json
+from symexplin.lab.files import read_json, read_json_lines, write_json
 from symexplin.lab.folders import METRICS
 
 __all__ = ["ONE_LR", "Comparison", "Row", "Run", "decimals", "share_of_steps", "steps_to"]
@@ -27,7 +28,10 @@ ONE_LR = "With one learning rate tried, every difference may be a learning-rate 
 
 @dataclass(frozen=True)
 class Run:
-    """The result of one run, with (step, loss) of its evaluations; `error` says why it ended early, if it did."""
+    """The result of one run, with (step, loss) of its evaluations; `error` says why it ended early, if it did.
+
+    `by_time` has (seconds, loss) of them where the run says so, and `extra` further numbers that it wrote.
+    """
 
     variant: str
     lr: float
@@ -36,6 +40,8 @@ class Run:
     seconds: float | None = None
     tokens_per_second: float | None = None
     error: str | None = None
+    by_time: tuple[tuple[float, float], ...] = ()
+    extra: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def loss(self) -> float | None:
@@ -51,7 +57,9 @@ class Row:
     of freedom) are None unless all did, and `delta` unless the baseline's did too. `speedup` is one over the mean
     :func:`share_of_steps`, None unless every seed has one.
     `reached` counts the seeds with an evaluation at or below the baseline's final loss. `seconds` and
-    `tokens_per_second` are means over the finite runs. A variant without a best learning rate has `lr` None.
+    `tokens_per_second` are means over the finite runs, `extra` has those of the numbers that all of them wrote.
+    `at_time` is the mean difference after as many seconds as the faster run of each pair took, None unless all tell the
+    time. A variant without a best learning rate has `lr` None.
     `interval` is of the deltas, with those of the other rows (:func:`symexplin.lab.compare.interval.intervals`); None
     for the baseline, and where a run did not stay finite.
     """
@@ -68,6 +76,8 @@ class Row:
     reached: int = 0
     seconds: float | None = None
     tokens_per_second: float | None = None
+    at_time: float | None = None
+    extra: Mapping[str, float] = field(default_factory=dict)
     interval: Interval | None = None
 
 
@@ -120,7 +130,7 @@ class Comparison:
         content = read_json(path)
         try:
             runs = tuple(
-                Run(**{**run, "curve": tuple((int(step), float(loss)) for step, loss in run["curve"])})
+                Run(**{**run, "curve": _pairs(run["curve"]), "by_time": _pairs(run["by_time"])})
                 for run in content["runs"]
             )
             own = {key: content[key] for key in ("baseline", "unit", "maps", "labels", "facts")}
@@ -181,6 +191,13 @@ class Comparison:
         """Return those of the :meth:`counted` runs that stayed finite."""
         return {seed: run for seed, run in self.counted(variant, lr).items() if run.loss is not None}
 
+    def difference(self, run: Run) -> float | None:
+        """Return the loss of a run minus that of the baseline with its seed at the shared learning rate."""
+        base = self.at(self.baseline, self.shared_lr).get(run.seed)
+        if base is None or base.loss is None or run.loss is None or run.variant == self.baseline:
+            return None
+        return run.loss - base.loss
+
     @cached_property
     def has_curves(self) -> bool:
         """Whether runs have evaluations before the last one."""
@@ -197,6 +214,13 @@ class Comparison:
     def shown(self, loss: float, sign: str = "") -> str:
         """Return a loss, or with the `sign` "+" a difference, with the :func:`decimals` of the baseline's loss."""
         return f"{loss:{sign}z.{decimals(self.shared[0].loss)}f}"
+
+    def shown_loss(self, row: Row) -> str:
+        """Return the mean loss of a row with its standard deviation, or at how many seeds it stayed finite."""
+        if row.loss is None:
+            alone = row.lr is None or len(row.seeds) == 1
+            return "not finite" if alone else f"finite in {row.finite} of {len(row.seeds)}"
+        return self.shown(row.loss) + ("" if row.spread is None else f" ± {self.shown(row.spread)}")
 
     def map_of(self, variant: str) -> SELConfig | None:
         """Return the map of a variant, or None for ordinary weights."""
@@ -296,6 +320,8 @@ class Comparison:
         bases = {seed: run for seed, run in self.at(self.baseline, self.shared_lr).items() if run.loss is not None}
         pairs = [(finite[seed].curve, bases[seed].curve) if seed in finite and seed in bases else None for seed in runs]
         deltas = tuple(pair and pair[0][-1][1] - pair[1][-1][1] for pair in pairs)
+        first, *more = [run.extra for run in finite.values()] or [{}]
+        timed = [(finite[s], bases[s]) if s in finite and s in bases else None for s in runs]
         loss = _mean([run.loss for run in runs.values()])
         share = _mean([pair and share_of_steps(pair[1], pair[0]) for pair in pairs])
         return Row(
@@ -313,6 +339,12 @@ class Comparison:
             reached=sum(min(loss for _, loss in pair[0]) <= pair[1][-1][1] for pair in pairs if pair),
             seconds=_mean([run.seconds for run in finite.values()]),
             tokens_per_second=_mean([run.tokens_per_second for run in finite.values()]),
+            at_time=_mean([pair and _apart_at_equal_time(*pair) for pair in timed]),
+            extra={
+                key: statistics.fmean([first[key], *(of[key] for of in more)])
+                for key in first
+                if all(key in of for of in more)
+            },
         )
 
     # --- The words ---
@@ -341,15 +373,13 @@ class Comparison:
 
     @cached_property
     def notes(self) -> list[str]:
-        """What the verdict does not say of each variant, and what limits it."""
+        """What limits the result; the tables have the numbers of each variant."""
         sentences: list[str] = []
         if self.changed:
             sentences.append(f"The runs were made by different code: {' and '.join(self.changed)} changed.")
-        for row in self.best[1:]:
-            if row.lr != self.shared_lr:
-                sentences.append(self._at_shared_lr(row.variant))
-            sentences.append(self._at_own_lr(row))
         for row in self.best:
+            if row.lr is None:
+                sentences.append(self._at_own_lr(row))
             if len(self.lrs) > 1 and row.lr in (self.lrs[0], self.lrs[-1]):
                 side, name = "lowest" if row.lr == self.lrs[0] else "highest", self.label(row.variant)
                 sentences.append(
@@ -396,7 +426,7 @@ class Comparison:
         gap, least = self.shown(abs(row.delta)), 10.0 ** -decimals(baseline.loss)
         place = "equal to" if not row.delta else f"{gap} {side}" if float(gap) else f"within {least:g} of"
         name, base = self.label(row.variant), self.label(self.baseline)
-        ending = f"{name} ends at {self._loss(row)}, {place} {base}'s {self._loss(baseline)}"
+        ending = f"{name} ends at {self.shown_loss(row)}, {place} {base}'s {self.shown_loss(baseline)}"
         if row.interval is not None and count >= ENOUGH_SEEDS and not row.interval.chose:
             ending += f" ({self._verdict(row.interval)})"
             if row.interval.verdict == BETTER and row.speedup is not None:
@@ -408,31 +438,9 @@ class Comparison:
             return interval.words
         low, high, least = (self.shown(end, "+") for end in (interval.low, interval.high, interval.half_width))
         words = f"{interval.words}; 99% interval {low} to {high}"
-        if interval.family > interval.pooled == 1:
-            words += ", found from its own seeds alone, which vary more than the others'"
         if not interval.decides:
             words += f"; the smallest mean that would count is {least[1:]}"
         return "; ".join(filter(None, (words, interval.advice)))
-
-    def table(self) -> str:
-        """Return the rows in plain text; losses over several seeds are mean ± standard deviation."""
-        lines = []
-        spread = " ± standard deviation" if len(self.counted_seeds) > 1 else ""
-        for title, rows in self.tables:
-            cells = [("variant", "lr", f"loss{spread}", "difference", *(["speedup"] if self.has_curves else []))]
-            for row in rows:
-                lr = "-" if row.lr is None else f"{row.lr:g}"
-                delta = "-" if row.delta is None or row is rows[0] else self.shown(row.delta, "+")
-                speed = ["-" if row is rows[0] else _speedup(row)] if self.has_curves else []
-                cells.append((self.label(row.variant), lr, self._loss(row), delta, *speed))
-            lines += [title.lower(), textwrap.indent(format_columns(cells), "  ")]
-        return "\n".join(lines)
-
-    def _loss(self, row: Row) -> str:
-        if row.loss is None:
-            alone = row.lr is None or len(row.seeds) == 1
-            return "not finite" if alone else f"finite in {row.finite} of {len(row.seeds)}"
-        return self.shown(row.loss) + ("" if row.spread is None else f" ± {self.shown(row.spread)}")
 
 
 def _saved(row: Row) -> dict[str, Any]:
@@ -464,6 +472,15 @@ def share_of_steps(baseline: Curve, variant: Curve) -> float | None:
     return None if own is None or steps is None else own / steps
 
 
+def _apart_at_equal_time(run: Run, baseline: Run) -> float | None:
+    """Return a run's loss minus that of the baseline when the faster one ended; None without times."""
+    if not run.by_time or not baseline.by_time:
+        return None
+    end = min(run.by_time[-1][0], baseline.by_time[-1][0])
+    own, other = (float(np.interp(end, *np.array(of.by_time).T)) for of in (run, baseline))
+    return own - other
+
+
 def steps_to(curve: Curve, target: float) -> float | None:
     """Return the step at which a loss first reaches `target`, interpolated linearly between evaluations.
 
@@ -482,15 +499,11 @@ def steps_to(curve: Curve, target: float) -> float | None:
     return None
 
 
+def _pairs(rows: Sequence[Sequence[float]]) -> tuple[Any, ...]:
+    return tuple((x, float(loss)) for x, loss in rows)
+
+
 def _mean(values: Sequence[float | None]) -> float | None:
     """Return the mean, or None if a value is missing or there is none."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known and len(known) == len(values) else None
-
-
-def _speedup(row: Row) -> str:
-    if row.speedup is not None:
-        return f"{row.speedup:.2f}x"
-    if not row.finite or row.reached == len(row.seeds):
-        return "-"
-    return f"reached in {row.reached} of {len(row.seeds)}" if row.reached else "not reached"

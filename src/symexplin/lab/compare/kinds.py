@@ -267,6 +267,9 @@ class Command:
         cwd = Path(self._config.cwd or Path.cwd())
         return of_command(self._config.words(cell, folder), cwd, folder.resolve())
 
-    def facts(self, _: Path) -> dict[str, Any]:
-        """Return the facts of a :class:`Comparison`."""
-        return {"facts": {"config": self.table(), "provenance": provenance()}}
+    def facts(self, folder: Path) -> dict[str, Any]:
+        """Return the facts of a :class:`Comparison`: of its first run, the command and the files that it names."""
+        run = read_json(folder / RUNS / self.grid.cells()[0].name / FACTS)
+        command = {"first command": shlex.join(run["command"]), "in": run["folder"]}
+        command |= {f"SHA-256 of {name}": digest for name, digest in run["files"].items()}
+        return {"facts": {"config": self.table(), "command": command, "provenance": provenance()}}

@@ -10,33 +10,31 @@ What is particular to the runs of the laboratory or to those of a command is in 
 
 import contextlib
 import dataclasses
-import json
-import math
 import shlex
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from symexplin.lab.compare.cells import text_table
 from symexplin.lab.compare.cluster import hand_over, queued
 from symexplin.lab.compare.comparison import Comparison, Run, decimals
 from symexplin.lab.compare.grid import CONFIG, DEMO, RUNS, Cell, GridConfig
 from symexplin.lab.compare.kinds import Command, Laboratory
-from symexplin.lab.compare.launch import EXAMPLE, Task, execute, has_ended, process_file
+from symexplin.lab.compare.launch import Task, execute, has_ended
+from symexplin.lab.compare.result import read_run
 from symexplin.lab.files import read_json, replace_file
-from symexplin.lab.folders import FACTS, RESULT, check_unused, claimed
+from symexplin.lab.folders import FACTS, check_unused, claimed
 from symexplin.lab.identity import changes, mixed
 from symexplin.lab.provenance import cores
 from symexplin.lab.settings import dump_toml
 
-__all__ = ["Sweep", "compare", "opened", "read_run", "run_sweeps"]
+__all__ = ["Sweep", "compare", "opened", "run_sweeps"]
 
 Echo = Callable[[str], None]
 Kind = Laboratory | Command
 
 _MINUTE = 60.0
-_LARGEST = 3.4e38  # of a loss, as in float32: a larger one has diverged
 
 
 def compare(
@@ -232,70 +230,5 @@ class Sweep:
         comparison = dataclasses.replace(comparison, changed=(*code,), **self.kind.facts(self.folder))
         self.comparison = comparison
         comparison.save(self.folder)
-        self._echo("\n".join(("", *comparison.verdict, "", comparison.table(), "", *comparison.notes, "")))
+        self._echo("\n".join(("", *comparison.verdict, "", text_table(comparison), "", *comparison.notes, "")))
         self._echo(f"report: {report_comparison(self.folder)}")
-
-
-def read_run(folder: Path, cell: Cell) -> Run:
-    """Return the result of a run that has written its result.json.
-
-    That is {"loss": number}, and optionally "curve": [[step, loss], ...], whose last loss it replaces, "seconds",
-    "tokens_per_second" and "error": why the run ended early. A loss that is NaN or infinite means that it diverged.
-
-    Raises:
-        ValueError: anything else.
-    """
-    path = folder / RESULT
-    try:
-        run = _run(path.read_bytes(), cell)
-    except ValueError as error:
-        raise ValueError(
-            f"{str(path)!r} must be like {EXAMPLE} (the curve is optional), but {error}: correct it, or delete it to "
-            "run again; then --resume"
-        ) from None
-    record = process_file(folder, ".json")
-    if run.seconds is None and record.exists():
-        run = dataclasses.replace(run, seconds=read_json(record).get("seconds"))
-    return run
-
-
-def _run(content: bytes, cell: Cell) -> Run:
-    """Return a run with the content of its result.json; a ValueError speaks of it in the words of JSON."""
-    try:
-        result: Any = json.loads(content, parse_int=float)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is not JSON: {error}") from None
-    if not isinstance(result, dict):
-        raise ValueError("it is not an object")
-    ended_early = result.get("error")
-    if not ended_early and "loss" not in result:
-        raise ValueError('it has no "loss"')
-    loss = math.nan if ended_early else _number('"loss"', result["loss"])
-    try:
-        curve = [(_number("step", step), _number("loss", value)) for step, value in result.get("curve", [])]
-    except (TypeError, ValueError):
-        raise ValueError(f'"curve" is {json.dumps(result["curve"])}, not a list of [step, loss]') from None
-    steps = [step for step, _ in curve]
-    if steps != sorted(set(steps)) or any(step < 0 or step % 1 for step in steps):
-        raise ValueError('the steps of "curve" are not whole numbers that increase from 0')
-    if is_finite := abs(loss) <= _LARGEST:
-        curve = [*curve[:-1], (steps[-1] if steps else 0.0, loss)]
-    kept = tuple((int(step), value) for step, value in curve if abs(value) <= _LARGEST)
-    beyond = ", beyond float32" if math.isfinite(loss) else ""
-    why = None if is_finite else str(ended_early or f"loss is {loss}{beyond}")
-    return Run(*cell, kept, _positive("seconds", result), _positive("tokens_per_second", result), why)
-
-
-def _positive(key: str, result: Mapping[str, Any]) -> float | None:
-    if result.get(key) is None:
-        return None
-    number = _number(f'"{key}"', result[key])
-    if not 0 <= number < math.inf:
-        raise ValueError(f'"{key}" is {json.dumps(number)}, not a finite number of at least 0')
-    return number
-
-
-def _number(name: str, value: object) -> float:
-    if not isinstance(value, float):  # whole numbers were read as floats
-        raise ValueError(f"{name} is {json.dumps(value)}, not a number")
-    return value

@@ -66,7 +66,6 @@ STYLE: dict[Any, Any] = {
 }
 STEPS = "optimizer steps"
 _EARLY = 0.2  # share of the steps whose losses would hide all differences
-_FEW = 4  # a curve of fewer points is shown whole
 UNDATED = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # metadata to leave out of an SVG
 
 
@@ -89,10 +88,10 @@ def styles(variants: Sequence[str]) -> dict[str, int]:
     """Return the style of each variant; the first one is the baseline.
 
     >>> styles(["AdamW", "mine", "paper", "yours"])
-    {'AdamW': 0, 'mine': 3, 'paper': 2, 'yours': 4}
+    {'AdamW': 0, 'mine': 1, 'paper': 2, 'yours': 3}
     """
-    known = _STYLES | {variants[0]: 0}
-    free = (style for style in itertools.count(1) if style not in _STYLES.values())
+    known = {variant: style for variant, style in _STYLES.items() if variant in variants} | {variants[0]: 0}
+    free = (style for style in itertools.count(1) if style not in known.values())
     return {variant: known[variant] if variant in known else next(free) for variant in variants}
 
 
@@ -190,7 +189,7 @@ def comparison_figures(comparison: Comparison) -> list[Chart]:
     labels = {variant: comparison.label(variant) for variant in comparison.variants}
     ending = "after the first fifth of the steps."
     charts = []
-    if any(len(run.curve) > 1 for run in comparison.runs):
+    if any(_late(run.curve, _EARLY).shape[1] > 1 for run in comparison.runs):
         draw = functools.partial(draw_losses, title="", comparison=comparison, cells=shared, labels=labels)
         charts.append(Chart(chart(draw), f"Loss at the shared learning rate, {ending}"))
         if best != shared:
@@ -231,9 +230,9 @@ def draw_losses(
 
 
 def _late(evals: Sequence[tuple[int, float]], early: float) -> Floats:
-    """Return steps and losses after the share `early` of the steps; all of them where there are few."""
+    """Return steps and losses after the share `early` of the steps."""
     curve = np.array(evals, dtype=float).T
-    return curve[:, curve[0] >= early * curve[0, -1]] if curve.shape[1] >= _FEW else curve
+    return curve[:, curve[0] >= early * curve[0, -1]]
 
 
 def draw_sweep(

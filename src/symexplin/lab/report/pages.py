@@ -1,38 +1,79 @@
-"""The page of a comparison: one HTML file that contains its charts."""
+"""The page of a comparison or a table: one HTML file that contains its charts. One template shows all pages."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from symexplin.config import SELConfig
+from symexplin.lab.compare.cells import Cell, Column, cells, run_cells, tag
 from symexplin.lab.compare.comparison import Comparison
 from symexplin.lab.files import replace_file
 from symexplin.lab.maps import map_in_words
-from symexplin.lab.report.charts import comparison_figures
+from symexplin.lab.report.charts import Chart, comparison_figures
 
-__all__ = ["PAGE", "reading", "report_comparison", "write_page"]
+__all__ = ["PAGE", "Card", "Grid", "Section", "comparison_grids", "reading", "report_comparison", "write_page"]
 
 PAGE = "report.html"
 _HOMES = {"optimizer": "in the optimizer", "module": "in the modules"}
+_OF_ORIGIN = {"commit": "commit of symexplin"}  # a fact's name on the page
+
+
+@dataclass(frozen=True)
+class Card:
+    """A verdict: its tag, what it is about, sentences on it."""
+
+    tag: str
+    text: str = ""
+    sentences: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table: a heading and a column of cells each. `facts` have no heading."""
+
+    columns: Sequence[Column]
+    caption: str = ""
+    is_facts: bool = False
+
+    @staticmethod
+    def of_facts(facts: Mapping[str, str]) -> "Grid":
+        """Return a table of names and texts."""
+        columns = [("", [Cell(name) for name in facts]), ("", [Cell(text) for text in facts.values()])]
+        return Grid(columns, is_facts=True)
+
+    @property
+    def rows(self) -> list[tuple[Cell, ...]]:
+        """The rows."""
+        return list(zip(*(column for _, column in self.columns), strict=True))
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page, in the order of its fields. A folded one shows its title alone until it is opened."""
+
+    title: str = ""
+    cards: Sequence[Card] = ()
+    grids: Sequence[Grid] = ()
+    note: str = ""
+    sentences: Sequence[str] = ()
+    figures: Sequence[Chart] = ()
+    text: str = ""
+    link: str = ""
+    folded: bool = False
 
 
 def report_comparison(folder: str | Path) -> Path:
     """Write `report.html` into the folder of a finished comparison, and return its path."""
     comparison = Comparison.load(folder)
-    facts = {f"map of {comparison.label(variant)}": _map(curve) for variant, curve in comparison.maps.items()}
-    for name, part in comparison.facts.items():
-        facts |= _facts(part) if name != "sample" else {}
     with reading(folder):
         return write_page(
             Path(folder),
-            "comparison.html.jinja",
             title=f"Comparison of {', '.join(map(comparison.label, comparison.variants))}",
-            comparison=comparison,
-            figures=comparison_figures(comparison),
-            facts=facts,
+            sections=list(_sections(comparison)),
         )
 
 
@@ -45,15 +86,64 @@ def reading(path: str | Path) -> Iterator[None]:
         raise ValueError(f"{str(path)!r} is damaged, or of another version of symexplin: it lacks {error}") from None
 
 
-def write_page(folder: Path, template: str, package: str = __package__, **values: Any) -> Path:
-    """Render a template of `package` into the report.html of a folder; it may extend the templates of this package."""
-    loaders = [jinja2.PackageLoader(name, ".") for name in dict.fromkeys((package, __package__))]
+def write_page(folder: Path, title: str, sections: Sequence[Section]) -> Path:
+    """Write the report.html of a folder, and return its path."""
     environment = jinja2.Environment(
-        loader=jinja2.ChoiceLoader(loaders), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+        loader=jinja2.PackageLoader(__package__, "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     page = folder / PAGE
-    replace_file(page, environment.get_template(template).render(values))
+    replace_file(page, environment.get_template("page.html.jinja").render(title=title, sections=sections))
     return page
+
+
+def comparison_grids(comparison: Comparison) -> list[Grid]:
+    """Return the tables of a comparison: at the shared learning rate, and each variant at its own best one."""
+    return [Grid(cells(comparison, rows), title) for title, rows in comparison.tables]
+
+
+def _sections(comparison: Comparison) -> Iterator[Section]:
+    leader = comparison.leader(comparison.variants[1:])
+    told = tag(leader) if leader else "not finite"
+    yield Section(
+        cards=[Card(told, sentences=comparison.verdict)],
+        grids=comparison_grids(comparison),
+        note=_explained(comparison),
+        sentences=comparison.notes,
+        figures=comparison_figures(comparison),
+    )
+    if sample := comparison.facts.get("sample"):
+        about = f"The start of a document by {comparison.label(sample['variant'])} at learning rate {sample['lr']:g}."
+        yield Section("What it writes", note=about, text=sample["text"])
+    yield Section("All runs", grids=[Grid(run_cells(comparison))], folded=True)
+    maps = {f"map of {comparison.label(variant)}": _map(curve) for variant, curve in comparison.maps.items()}
+    config, *others = (comparison.facts.get(key, {}) for key in ("config", "command", "corpus", "model", "provenance"))
+    origin = {_OF_ORIGIN.get(key, key): text for part in others for key, text in _facts(part).items()}
+    yield Section("Where it comes from", grids=[Grid.of_facts(maps | origin)])
+    yield Section("All settings", grids=[Grid.of_facts(_facts(config))], folded=True)
+
+
+def _explained(comparison: Comparison) -> str:
+    """Return what the columns of the tables are."""
+    baseline, several = comparison.label(comparison.baseline), len(comparison.counted_seeds) > 1
+    what = "mean cross entropy on held-out text after the last step" if comparison.unit else "as the command reports it"
+    unit = f", in {comparison.unit}" if comparison.unit else ""
+    each = ", the mean of the differences at each seed" if several else ""
+    lines = [f"Loss: {what}{unit}; lower is better. Difference: from {baseline} at its best learning rate{each}."]
+    if several:
+        lines.append("The intervals of all variants hold together; half of one is the smallest mean that would count.")
+    if comparison.has_curves:
+        lines.append(f"Speedup: the step at which {baseline} first reaches its final loss, over that of the variant.")
+    if any(run.by_time for run in comparison.runs):
+        lines.append("At equal time: the difference when the faster run of a pair ended.")
+    if comparison.unit:
+        lines.append(
+            "All runs of a seed see the same batches, and start from the same weights unless a variant says so."
+        )
+    return " ".join(lines)
 
 
 def _facts(part: Mapping[str, Any]) -> dict[str, str]:
