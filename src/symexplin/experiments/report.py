@@ -111,14 +111,22 @@ def _panel_section(outcome: Table[PanelResult], panel: PanelResult, comparison: 
     hours = sum(run.seconds or 0.0 for run in comparison.runs) / 3600
     parameters, steps = comparison.facts["model"]["parameters"], comparison.facts["config"]["train"]["steps"]
     runs = f"{len(comparison.runs)} runs in {hours:.2f} hours"
-    papers = list(_papers(outcome, panel, comparison))
     return Section(
         f"{panel.name}{stands_for}",
-        grids=[Grid([*cells(comparison, rows), *papers], title) for title, rows in comparison.tables],
+        grids=[Grid(_columns(outcome, panel, comparison, rows), title) for title, rows in comparison.tables],
         note=f"{parameters:,} parameters; {steps:,} steps; seeds {seeds}; {runs}. {_READ}",
         figures=comparison_figures(comparison),
         link=f"{PANELS}/{panel.name}/report.html",
     )
+
+
+def _columns(
+    outcome: Table[PanelResult], panel: PanelResult, comparison: Comparison, rows: Sequence[Row]
+) -> list[Column]:
+    """Return the columns of a panel's table; the paper's numbers come after the losses."""
+    columns = cells(comparison, rows)
+    place = 1 + next(i for i, (heading, _) in enumerate(columns) if heading.startswith("loss"))
+    return [*columns[:place], *_papers(outcome, panel, comparison), *columns[place:]]
 
 
 def _papers(outcome: Table[PanelResult], panel: PanelResult, comparison: Comparison) -> Iterator[Column]:

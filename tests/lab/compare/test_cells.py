@@ -50,7 +50,7 @@ def test_seeds_have_a_spread_an_interval_and_a_verdict():
     assert found["loss ± std. dev."] == ["2.1000 ± 0.1000", "1.6000 ± 0.1732", "finite in 2 of 3"]
     assert found["99% interval"] == ["", "-1.0730 to +0.0730", ""]
     note = dict(cells(comparison, comparison.best))["99% interval"][1].note
-    assert note == "about 1 more seed would settle it if the true difference is as large"
+    assert note == "about 1 more seed would settle a difference of this size"
     every = dict(run_cells(comparison))
     assert [cell.text for cell in every["difference"]][3:6] == ["-0.5000", "-0.6000", "-0.4000"]
     assert every["loss"][7].text == "step 1: loss is nan"

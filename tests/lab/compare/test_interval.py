@@ -91,7 +91,7 @@ def test_so_many_more_seeds_would_settle_a_difference_of_this_size():
     widths = [stats.t.ppf(0.995, n - 1) * np.std(interval.values, ddof=1) / math.sqrt(n) for n in (2 + more, 3 + more)]
     assert widths[0] >= interval.mean > widths[1]
     assert interval.words == "not resolved: all 3 seeds are higher"
-    assert interval.advice == f"about {more} more seeds would settle it if the true difference is as large"
+    assert interval.advice == f"about {more} more seeds would settle a difference of this size"
 
 
 @pytest.mark.parametrize("kind", verdicts.KINDS)

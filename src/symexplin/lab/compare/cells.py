@@ -111,7 +111,7 @@ def _interval(comparison: Comparison, row: Row) -> Cell:
     if row.interval is None or math.isinf(row.interval.half_width):
         return _NONE
     low, high = (comparison.shown(end, "+") for end in (row.interval.low, row.interval.high))
-    apart = "from its own seeds alone, which vary more" if row.interval.family > row.interval.pooled == 1 else ""
+    apart = "from its own seeds alone" if row.interval.family > row.interval.pooled == 1 else ""
     return Cell(f"{low} to {high}", row.interval.half_width, note="; ".join(filter(None, (apart, row.interval.advice))))
 
 

@@ -121,7 +121,7 @@ class Interval:
         """What would settle a difference that is not resolved; empty for others."""
         if self.verdict != NOT_RESOLVED or (more := self.more_seeds) is None:
             return ""
-        return f"about {more} more seed{'s' * (more > 1)} would settle it if the true difference is as large"
+        return f"about {more} more seed{'s' * (more > 1)} would settle a difference of this size"
 
     def __str__(self) -> str:
         if math.isinf(self.half_width):
