@@ -7,9 +7,10 @@ import pytest
 
 from executors import executed
 from symexplin.experiments.reproduce import ReproduceConfig, reproduce
-from symexplin.experiments.results import COLUMNS, append_results, comparisons, config_hash
+from symexplin.experiments.results import COLUMNS, append_results, comparisons
 from symexplin.lab.compare.comparison import Comparison
 from symexplin.lab.files import write_json
+from symexplin.lab.identity import config_hash
 from symexplin.lab.settings import load_toml
 
 

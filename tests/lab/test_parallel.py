@@ -14,7 +14,7 @@ import processes
 from corpora import TEXTS, prepared
 from run_folders import CURVES, TRAIN, tiny
 from symexplin.lab.build import build_model
-from symexplin.lab.checkpoint import newest
+from symexplin.lab.checkpoint import newest, save_checkpoint
 from symexplin.lab.config import LogConfig, RunConfig
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, read_json_lines
@@ -148,6 +148,22 @@ def test_four_processes_resume_to_the_same_bits_and_share_out_few_rows(data, tmp
     assert_same_bits(tmp_path / "resumed", tmp_path / "whole")
     parallel_runs.go_on(table(data, eval_batches=100), tmp_path / "one")
     assert_close(tmp_path / "whole", tmp_path / "one")
+
+
+@pytest.mark.distributed
+def test_all_processes_load_the_checkpoint_that_none_of_them_finds_damaged(tmp_path):
+    """Each looks at its share of the files."""
+
+    def write(place):
+        for name in ("a", "b"):
+            (place / name).write_text(name)
+        return {}
+
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path, step, 3, write)
+    for step, name in ((3, "a"), (2, "b")):
+        (tmp_path / f"checkpoints/step-0000000{step}" / name).write_text("harmed")
+    assert processes.run(2, tmp_path, parallel_runs.intact, str(tmp_path)) == ["step-00000001"] * 2
 
 
 FLAGS = "--width 16 --depth 1 --heads 2 --context 8 --batch-size 4 --steps 4 --eval-batches 1 --device cpu --threads 1"

@@ -16,7 +16,8 @@ from symexplin.checks import check_choice
 from symexplin.experiments.results import append_results, check_results
 from symexplin.experiments.tables import DATA, PANELS, TABLE, Panel, ScaleName, Table, load_table
 from symexplin.lab.files import read_json, write_json
-from symexplin.lab.folders import LOCK, check_resumable, check_unused, claimed
+from symexplin.lab.folders import LOCK, check_unused, claimed
+from symexplin.lab.identity import check_config
 from symexplin.lab.settings import Count, Pairs, Positive, Schema, Whole, from_table, merge
 
 __all__ = ["ReproduceConfig", "plan_lines", "reproduce"]
@@ -173,5 +174,5 @@ def _begin(folder: Path, table: Table[Panel], resume: bool) -> None:
     if (folder / TABLE).exists():
         saved = read_json(folder / TABLE)
         asked = {"name": table.name, "scale": table.scale}
-        check_resumable(folder, "table", {key: saved.get(key) for key in asked}, asked)
+        check_config(folder, "table", {key: saved.get(key) for key in asked}, asked)
     write_json(folder / TABLE, table.to_json())

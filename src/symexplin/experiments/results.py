@@ -2,8 +2,6 @@
 
 import csv
 import datetime
-import hashlib
-import json
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,9 +14,10 @@ from symexplin.lab.compare.grid import BASELINE, RUNS
 from symexplin.lab.compare.grid import CONFIG as GRID
 from symexplin.lab.files import read_json, write_csv
 from symexplin.lab.folders import CONFIG, RESULT, read_facts
+from symexplin.lab.identity import config_hash
 from symexplin.lab.settings import load_toml
 
-__all__ = ["COLUMNS", "append_results", "check_results", "comparisons", "config_hash"]
+__all__ = ["COLUMNS", "append_results", "check_results", "comparisons"]
 
 K = TypeVar("K", bound=Hashable)
 
@@ -85,12 +84,6 @@ def comparisons(file: Path, key: Callable[[Mapping[str, str]], K]) -> dict[K, Co
         return Comparison(own, BASELINE if BASELINE in {run.variant for run in own} else own[0].variant, tuple(confirm))
 
     return {name: compared(name) for name in runs}
-
-
-def config_hash(config: Mapping[str, Any]) -> str:
-    """Return 16 hexadecimal digits of the SHA-256 of a run's configuration as canonical JSON, without path and log."""
-    kept = {key: value for key, value in config.items() if key not in ("data", "log")}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
 def _row(folder: Path) -> dict[str, Any]:

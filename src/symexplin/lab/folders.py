@@ -15,11 +15,11 @@ import filelock
 
 from symexplin.checks import naming
 from symexplin.lab.files import damaged, read_json
-from symexplin.lab.settings import Schema, differences, from_table, load_toml
+from symexplin.lab.settings import Schema, from_table, load_toml
 
 __all__ = [
     *("CONFIG", "FACTS", "LOCK", "METRICS", "RESULT", "TIMING", "TOKENIZER", "Recorder"),
-    *("check_resumable", "check_unused", "claimed", "out_folder", "read_facts", "saved_config"),
+    *("check_unused", "claimed", "out_folder", "read_facts", "saved_config"),
 ]
 
 T = TypeVar("T", bound=Schema)
@@ -28,10 +28,6 @@ LOCK = ".lock"
 # Files of a run (symexplin.lab.run).
 CONFIG, RESULT, TOKENIZER, FACTS = "config.toml", "result.json", "tokenizer.json", "run.json"
 METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
-
-# A resumed folder may have other values of these keys: the data's path (its digest is compared), logging, the machine.
-_FREE = ("data", "log.")
-_MACHINE = "compute."
 
 
 def out_folder(out: str | Path) -> Path:
@@ -94,23 +90,6 @@ def saved_config(schema: type[T], file: Path) -> T:
     """Return the configuration that a command has written to a file in its folder."""
     with naming(f"{str(file)!r} was edited, or is of another version of symexplin, which can read and resume it"):
         return from_table(schema, load_toml(file))
-
-
-def check_resumable(folder: Path, kind: str, saved: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Raise ValueError unless a folder was written with the same configuration; return what differs in the machine.
-
-    The data's path and logging may differ. Differences of the machine (the table [compute]) change the rounding alone.
-    """
-    changed = {
-        key: f"{key} was {old!r}, is {now!r} now"
-        for key, (old, now) in differences(saved, new).items()
-        if not key.startswith(_FREE)
-    }
-    refused = {key: text for key, text in changed.items() if not key.startswith(_MACHINE)}
-    if refused:
-        there = f"{str(folder)!r} with a {kind} whose {'; '.join(refused.values())}"
-        raise ValueError(f"out must be a new folder for another configuration, got {there}")
-    return list(changed.values())
 
 
 class Recorder(contextlib.ExitStack):

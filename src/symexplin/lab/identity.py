@@ -1,45 +1,56 @@
-"""By which code a run was made: it is in its run.json, and compared before a run or a comparison goes on.
+"""What a run is, and whether another one is the same: nothing else asks.
 
-A run of the laboratory is made by this package alone; a run of a command also by the files that its words name, in the
-folder where it is executed.
+run.json in a run's folder has its identity: the configuration and the digest of the data, or the words of a command,
+the folder where it is executed and the digests of the files that the words name; and the code of this package.
 """
 
 import functools
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from symexplin.lab.files import file_digest
 from symexplin.lab.provenance import provenance
+from symexplin.lab.settings import differences
 
-__all__ = ["changes", "mixed", "of_command", "of_package", "source"]
+__all__ = [
+    *("Changes", "changes", "check_config", "check_run", "config_hash", "mixed", "of_command", "of_config"),
+    "of_package",
+]
 
 _PACKAGE = Path(__file__).parents[1]
 _CODE = (".py", ".c", ".toml")
 _LARGE = 2**26  # bytes; a larger file, such as one of data, is known by its size and time
+# Keys of a configuration that may differ: the data's path (their digest counts) and logging. Those of the machine
+# change the rounding alone.
+_FREE, _MACHINE = ("data", "log"), "compute"
+_OUT = "{out}"
 
-
-@functools.cache
-def source() -> str:
-    """Return the digest of this package's code."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in _PACKAGE.rglob("*") if path.suffix in _CODE):
-        digest.update(f"{path.relative_to(_PACKAGE)} {file_digest(path)}\n".encode())
-    return digest.hexdigest()
+Facts = Mapping[str, Any]
 
 
 @functools.cache
 def of_package() -> dict[str, Any]:
     """Return the digest of this package's code, and its origin."""
-    return {"source": source(), "provenance": provenance()}
+    digest = hashlib.sha256()
+    for path in sorted(path for path in _PACKAGE.rglob("*") if path.suffix in _CODE):
+        digest.update(f"{path.relative_to(_PACKAGE)} {file_digest(path)}\n".encode())
+    return {"source": digest.hexdigest(), "provenance": provenance()}
+
+
+def of_config(config: Facts, data: str) -> dict[str, Any]:
+    """Return the identity of a run of the laboratory, by its whole configuration and the digest of its data."""
+    return {"config": config, "data": data, **of_package()}
 
 
 def of_command(words: Sequence[str], folder: Path, out: Path) -> dict[str, Any]:
     """Return the identity of a run of a command that is executed in `folder` and writes to `out`."""
     paths = {word: folder / word for word in words}
     files = {word: _digest(path) for word, path in paths.items() if path.is_file() and out not in path.parents}
-    return {"command": list(words), "folder": str(folder), "files": files, **of_package()}
+    command = [word.replace(str(out), _OUT) for word in words]
+    return {"command": command, "folder": str(folder), "files": files, **of_package()}
 
 
 def _digest(path: Path) -> str:
@@ -47,20 +58,71 @@ def _digest(path: Path) -> str:
     return f"{about.st_size} bytes, {about.st_mtime_ns}" if about.st_size > _LARGE else file_digest(path)
 
 
-def changes(saved: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return in words what code differs between two runs, or between a run and its repetition.
+class Changes(NamedTuple):
+    """In words, what makes two identities another run, what changes the rounding alone, and what code differs."""
+
+    run: list[str]
+    machine: list[str]
+    code: list[str]
+
+
+def changes(saved: Facts, new: Facts) -> Changes:
+    """Return what differs between two runs, or between a run and its repetition.
 
     >>> changes({"source": "a", "files": {"train.py": "1"}}, {"source": "a", "files": {"train.py": "2"}})
-    ['train.py']
+    Changes(run=[], machine=[], code=['train.py'])
     """
+    run, machine = _of_configs(saved.get("config", {}), new.get("config", {}))
+    if saved.get("command") != new.get("command"):
+        before, now = (" ".join(of.get("command", [])) for of in (saved, new))
+        run.append(f"command was {before!r}, is {now!r} now")
+    if saved.get("data") != new.get("data"):
+        run.append("data had other tokens")
+    processes = [of.get("provenance", {}).get("processes", 1) for of in (saved, new)]
+    if processes[0] != processes[1]:
+        machine.append(f"processes were {processes[0]}, are {processes[1]} now")
     before, now = saved.get("files", {}), new.get("files", {})
-    changed = [name for name, digest in before.items() if now.get(name, digest) != digest]
+    code = [name for name, digest in before.items() if now.get(name, digest) != digest]
     if saved.get("folder") != new.get("folder"):
-        changed.append(f"the folder ({saved.get('folder')})")
+        code.append(f"the folder ({saved.get('folder')})")
     if saved.get("source") != new.get("source"):
         was, is_now = (str(of.get("provenance", {}).get("commit"))[:12] for of in (saved, new))
-        changed.append("symexplin" if was == is_now else f"symexplin (from commit {was} to {is_now})")
-    return changed
+        code.append("symexplin" if was == is_now else f"symexplin (from commit {was} to {is_now})")
+    return Changes(run, machine, code)
+
+
+def _of_configs(saved: Facts, new: Facts) -> tuple[list[str], list[str]]:
+    run: list[str] = []
+    machine: list[str] = []
+    for key, (old, now) in differences(saved, new).items():
+        table = key.partition(".")[0]
+        if table not in _FREE:
+            (machine if table == _MACHINE else run).append(f"{key} was {old!r}, is {now!r} now")
+    return run, machine
+
+
+def check_run(folder: Path, saved: Facts, new: Facts) -> Changes:
+    """Return :func:`changes` of the run in a folder; raise ValueError if it is another run."""
+    found = changes(saved, new)
+    _refuse(folder, "run", found.run)
+    return found
+
+
+def check_config(folder: Path, kind: str, saved: Facts, new: Facts) -> None:
+    """Raise ValueError unless what a folder has, such as "a dataset", was made with the same settings."""
+    _refuse(folder, kind, _of_configs(saved, new)[0])
+
+
+def _refuse(folder: Path, kind: str, changed: Sequence[str]) -> None:
+    if changed:
+        there = f"{str(folder)!r} with a {kind} whose {'; '.join(changed)}"
+        raise ValueError(f"out must be a new folder for another configuration, got {there}")
+
+
+def config_hash(config: Facts) -> str:
+    """Return 16 hexadecimal digits of the SHA-256 of a run's configuration, without what may differ."""
+    kept = {key: value for key, value in config.items() if key not in _FREE}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
 def mixed(changed: Sequence[str], runs: Sequence[str], out: str | Path) -> ValueError:

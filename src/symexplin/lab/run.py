@@ -9,7 +9,7 @@ model.safetensors, tokenizer.json, result.json        of the finished run
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,14 @@ from symexplin.lab.folders import (
     FACTS,
     METRICS,
     RESULT,
+    TIMING,
     TOKENIZER,
     Recorder,
-    check_resumable,
     check_unused,
     claimed,
     read_facts,
 )
-from symexplin.lab.identity import changes, mixed, of_package, source
+from symexplin.lab.identity import check_run, mixed, of_config
 from symexplin.lab.maps import map_in_words, map_of, named_map
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import Ranks, joined
@@ -43,7 +43,7 @@ from symexplin.lab.settings import dump_toml, lines, to_table
 from symexplin.lab.train import NonFiniteError, Trainer
 from symexplin.lab.weights import MODEL, save_model
 
-__all__ = ["MODEL", "check_data", "evaluations", "train"]
+__all__ = ["MODEL", "evaluations", "train"]
 
 Echo = Callable[[str], None]
 
@@ -58,8 +58,9 @@ def train(
 ) -> dict[str, Any]:
     """Train as `config` says in the folder `out`, and return the content of result.json.
 
-    It has "loss" (nats per token, of the last evaluation), "curve" ([[step, loss], ...] of all of them), "seconds" and
-    "tokens_per_second" (both without evaluations), "steps", "parameters", and "sha256" of the weights. A run that ended
+    It has "loss" (nats per token, of the last evaluation), "curve" ([[step, loss, seconds], ...] of all of them),
+    "seconds" and "tokens_per_second" (all without the time of evaluations), "steps", "parameters", and "sha256" of the
+    weights. A run that ended
     early has "error" and "step" in place of "loss".
 
     Each line of metrics.jsonl is an update {"step", "loss", "lr", "grad_norm", "tokens"} (from 1 on), an evaluation
@@ -113,10 +114,11 @@ def _tell(config: RunConfig, echo: Echo) -> None:
         echo(f"map: {LABELS.get(preset, preset)}{changed}: {words}; width {width}")
 
 
-def evaluations(folder: Path) -> list[tuple[int, float]]:
-    """Return the evaluations of a run as (step, nats per token), from its metrics.jsonl."""
-    records = read_json_lines(folder / METRICS)
-    return [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
+def evaluations(folder: Path) -> list[tuple[int, float, float]]:
+    """Return the evaluations of a run as (step, nats per token, seconds), from its records."""
+    losses = [record for record in read_json_lines(folder / METRICS) if "eval_loss" in record]
+    times = {record["step"]: record["seconds"] for record in read_json_lines(folder / TIMING)}
+    return [(record["step"], record["eval_loss"], times[record["step"]]) for record in losses]
 
 
 def _check_folder(
@@ -129,37 +131,28 @@ def _check_folder(
     failed = f" that failed at step {result['step']}" if "error" in result else ""
     check_unused(folder / FACTS, f"a run{failed}", resume)
     facts = read_facts(folder)
-    changed = check_resumable(folder, "run", facts["config"], to_table(config))
-    check_data(folder, facts, config, corpus)
-    if (began := facts["provenance"].get("processes", 1)) != ranks.size:
-        changed.append(f"processes were {began}, are {ranks.size} now")
-    if changed:
-        echo(f"{'; '.join(changed)}: rounding will differ")
+    changed = check_run(folder, facts, _identity(config, corpus, ranks))
+    if changed.machine:
+        echo(f"{'; '.join(changed.machine)}: rounding will differ")
     if "loss" in result and (folder / MODEL).exists():
         return result
-    if not mix_code and (code := changes(facts, of_package())):
-        raise mixed(code, [folder.name], folder)
+    if changed.code and not mix_code:
+        raise mixed(changed.code, [folder.name], folder)
     return None
 
 
-def check_data(folder: Path, facts: Mapping[str, Any], config: RunConfig, corpus: Corpus) -> None:
-    """Raise ValueError unless the run with these facts has the same tokens, which may have moved."""
-    if facts["data"] != corpus.fingerprint:
-        raise ValueError(f"data must have the tokens of the run in {str(folder)!r}, got {config.data!r} with others")
+def _identity(config: RunConfig, corpus: Corpus, ranks: Ranks) -> dict[str, Any]:
+    """Return the identity of a run, with the machine that trains it."""
+    origin = provenance(config.compute.device) | ({} if ranks.size == 1 else {"processes": ranks.size})
+    return of_config(to_table(config), corpus.fingerprint) | {"provenance": origin}
 
 
 def _write_first(folder: Path, config: RunConfig, corpus: Corpus, ranks: Ranks) -> None:
     """Write the files that a run starts with; run.json is the first one and stays as it was."""
     if not (folder / FACTS).exists():
-        facts = {
-            "data": corpus.fingerprint,
-            "model": dataclasses.asdict(config.model),
-            "tokenizer": {"name": corpus.tokenizer.name, "end_token": corpus.tokenizer.end_token},
-            "config": to_table(config),
-            "source": source(),
-            "provenance": provenance(config.compute.device) | ({} if ranks.size == 1 else {"processes": ranks.size}),
-        }
-        write_json(folder / FACTS, facts)
+        tokenizer = {"name": corpus.tokenizer.name, "end_token": corpus.tokenizer.end_token}
+        facts = {"model": dataclasses.asdict(config.model), "tokenizer": tokenizer}
+        write_json(folder / FACTS, facts | _identity(config, corpus, ranks))
     (folder / RESULT).unlink(missing_ok=True)
     corpus.tokenizer.save(folder / TOKENIZER)
     replace_file(folder / CONFIG, dump_toml(to_table(config)))

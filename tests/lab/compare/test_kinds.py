@@ -64,7 +64,8 @@ def test_its_runs_are_ordinary_runs_and_the_comparison_is_theirs(finished, data,
     config = tiny(data)
     for cell, run in zip(config.compare.cells()[-2:], comparison.runs[-2:], strict=True):
         result = train(config.run(cell), tmp_path / cell.name)
-        assert (run.curve, run.loss) == (tuple(map(tuple, result["curve"])), result["loss"])
+        assert (run.curve, run.loss) == (tuple((step, loss) for step, loss, _ in result["curve"]), result["loss"])
+        assert [loss for _, loss in run.by_time] == [loss for _, loss, _ in result["curve"]]
         assert (tmp_path / cell.name / "metrics.jsonl").read_bytes() == bits(folder)[f"runs/{cell.name}/metrics.jsonl"]
     assert comparison.maps["AdamW"] is None
     expected = {"home": "optimizer", "start": "matched", "mode": "exp_only"}
@@ -174,7 +175,7 @@ def test_runs_get_their_share_of_the_machine(data, tmp_path, monkeypatch):
         cluster = ClusterConfig(gpus=8)
         command = CommandConfig(f"true {PLACES}", grid("a", "b"), cluster)
         for kind in (Laboratory(dataclasses.replace(here, cluster=cluster)), Command(command)):
-            assert kind.begin(tmp_path).endswith(f"; gpus is 8, but this machine {said}")
+            assert kind.about.endswith(f"; gpus is 8, but this machine {said}")
 
 
 @pytest.mark.parametrize(

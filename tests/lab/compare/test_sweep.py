@@ -12,7 +12,7 @@ from symexplin import cli
 from symexplin.lab import identity
 from symexplin.lab.compare.comparison import Comparison
 from symexplin.lab.compare.grid import Cell
-from symexplin.lab.compare.sweep import read_run
+from symexplin.lab.compare.result import read_run
 
 pytestmark = pytest.mark.usefixtures("undrawn", "in_process")
 
@@ -96,7 +96,7 @@ def test_a_resumed_comparison_runs_what_is_new_and_measured_times_stay(run, tmp_
     assert (seconds["plain", 0.1, 0], seconds["good", 0.1, 0], seconds["plain", 0.2, 0]) == (3.25, 7.5, None)
     run("--variants", "good", "plain", resume=True)
     assert Comparison.load(out).baseline == "good"  # nobody named the first one
-    assert "command must be '" in run("--resume", status=2, command="true {variant} {lr} {seed} {out}")
+    assert "whose command was '" in run("--resume", status=2, command="true {variant} {lr} {seed} {out}")
 
 
 @pytest.mark.parametrize(("variant", "reason"), [("bad", "no such thing"), ("bad0", "it ended without ")])
@@ -131,6 +131,11 @@ def test_the_first_run_without_a_result_stops_the_comparison_and_a_later_one_is_
         ('{"loss": 2.3, "curve": [[0, 1.0], [0, 2.0]]}', 'the steps of "curve" are not whole numbers that increase'),
         ('{"loss": 2.3, "curve": [[0.5, 1.0]]}', ".* not whole"),
         ('{"loss": 2.3, "curve": [[-1, 1.0]]}', ".* increase from 0"),
+        (
+            '{"loss": 2.3, "curve": [[1, 2.0, 3.0, 4.0]]}',
+            r".*, not a list of \[step, loss\] or of \[step, loss, seconds\]",
+        ),
+        ('{"loss": 2.3, "curve": [[1, 2.0, 3.0], [2, 2.0, 2.0]]}', 'the seconds of "curve" do not increase from 0'),
         ('{"loss": 2.3, "seconds": NaN}', '"seconds" is NaN, not a finite number'),
         ('{"loss": 2.3, "tokens_per_second": -1}', '"tokens_per_second" is -1'),
         ("[" * 100_000, "it is not JSON: maximum recursion"),
@@ -194,6 +199,13 @@ def test_runs_of_an_edited_script_or_of_another_version_are_not_mixed_unless_tol
     monkeypatch.setattr(identity, "of_package", lambda: {"source": "b", "provenance": {"commit": "b" * 40}})
     error = run("--seeds", "0", "1", "2", status=2, resume=True)
     assert re.search(r"symexplin \(from commit \w+ to bbbbbbbbbbbb\) changed; --mix-code", error)
+
+
+def test_a_command_that_failed_may_be_corrected(run, tmp_path):
+    assert "no such thing" in run(status=2, variants="bad plain")
+    script = tmp_path / "train.py"
+    script.write_text(f"{script.read_text()}\n# corrected\n")
+    assert "no such thing" in run(status=2, resume=True)  # not that the script has changed
 
 
 def test_a_resumed_comparison_runs_where_it_was_begun(run, tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import shlex
 import shutil
 import string
@@ -14,15 +13,14 @@ from typing import Any
 
 from symexplin.checks import naming
 from symexplin.lab.compare.grid import CONFIG, LABELS, RUNS, Cell, ClusterConfig, CompareConfig, GridConfig
-from symexplin.lab.compare.launch import Task, gpus_here, has_ended, threads_each
+from symexplin.lab.compare.launch import Task, gpus_here, threads_each
 from symexplin.lab.config import absolute, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, replace_file
-from symexplin.lab.folders import FACTS, RESULT, check_resumable, read_facts, saved_config
-from symexplin.lab.identity import of_command, of_package
+from symexplin.lab.folders import FACTS, RESULT, read_facts, saved_config
+from symexplin.lab.identity import of_command, of_config
 from symexplin.lab.maps import map_of
 from symexplin.lab.provenance import provenance
-from symexplin.lab.run import check_data
 from symexplin.lab.settings import Schema, differences, dump_toml, from_table, load_toml, merge, to_table
 
 __all__ = ["Command", "CommandConfig", "Laboratory", "configured", "kind_of"]
@@ -96,22 +94,10 @@ class Laboratory:
         """Return the settings to save."""
         return self._config.table()
 
-    def begin(self, folder: Path) -> str:
-        """Return the first line of the log; raise ValueError if the runs in the folder are of other settings."""
-        corpus, grid = self._corpus, self.grid
-        for place in itertools.product(grid.variants, grid.lrs, (*grid.seeds, *grid.confirm_seeds)):
-            run = folder / RUNS / Cell(*place).name
-            if (run / FACTS).exists():
-                config = self._config.run(Cell(*place))
-                try:
-                    facts = read_facts(run)
-                except ValueError:
-                    damaged = f"{str(run / FACTS)!r} is damaged"
-                    raise ValueError(f"{damaged}: remove {str(run)!r}, and --resume trains that run again") from None
-                on_cpu = dataclasses.replace(config.compute, device="cpu")  # which every machine has
-                resolved = resolve(dataclasses.replace(config, compute=on_cpu), corpus.vocab_size)
-                check_resumable(run, "run", facts["config"], to_table(resolved))
-                check_data(run, facts, config, corpus)
+    @property
+    def about(self) -> str:
+        """The first line of the log."""
+        corpus = self._corpus
         tokens = f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out"
         return f"{tokens}, {self._config.train.steps:,} steps a run{self._note}"
 
@@ -130,8 +116,11 @@ class Laboratory:
         return task._replace(command=[sys.executable, *(several if task.places > 1 else []), *words])
 
     def identity(self, cell: Cell, folder: Path) -> dict[str, Any]:  # noqa: ARG002
-        """Return by which code a run would be made now."""
-        return of_package()
+        """Return the identity that a run would have now, on a CPU, which every machine has."""
+        config = self._config.run(cell)
+        config = dataclasses.replace(config, compute=dataclasses.replace(config.compute, device="cpu"))
+        table = to_table(resolve(config, self._corpus.vocab_size))
+        return of_config(table, self._corpus.fingerprint)
 
     def facts(self, folder: Path) -> dict[str, Any]:
         """Return the unit, the maps, the labels and the facts of a :class:`Comparison`."""
@@ -248,13 +237,10 @@ class Command:
         """Return the settings to save."""
         return to_table(self._config)
 
-    def begin(self, folder: Path) -> str:
-        """Return the command; raise ValueError if the runs in the folder are of another one."""
-        command = self._config.command
-        saved = load_toml(folder / CONFIG).get("command", command) if (folder / CONFIG).exists() else command
-        if saved != command and any(map(has_ended, folder.glob(f"{RUNS}/*"))):
-            raise ValueError(f"command must be {saved!r}, as in {str(folder)!r}, got {command!r}: choose a new --out")
-        return command + self._note
+    @property
+    def about(self) -> str:
+        """The first line of the log."""
+        return self._config.command + self._note
 
     def task(self, label: str, cell: Cell, folder: Path) -> Task:
         """Return the task of a run in its folder, which is created."""
@@ -263,7 +249,7 @@ class Command:
         return Task(label, folder, words, self._cluster, on_gpu=True, cwd=self._config.cwd)
 
     def identity(self, cell: Cell, folder: Path) -> dict[str, Any]:
-        """Return by which code a run would be made now."""
+        """Return the identity that a run would have now."""
         cwd = Path(self._config.cwd or Path.cwd())
         return of_command(self._config.words(cell, folder), cwd, folder.resolve())
 

@@ -25,7 +25,7 @@ from symexplin.lab.compare.launch import Task, execute, has_ended
 from symexplin.lab.compare.result import read_run
 from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.folders import FACTS, check_unused, claimed
-from symexplin.lab.identity import changes, mixed
+from symexplin.lab.identity import changes, check_run, mixed
 from symexplin.lab.provenance import cores
 from symexplin.lab.settings import dump_toml
 
@@ -79,9 +79,8 @@ def opened(kind: Kind, out: str | Path, resume: bool, mix_code: bool, echo: Echo
         raise ValueError(f"jobs must be at most {cores()}, the cores available to this process, got {kind.grid.jobs}")
     with claimed(out, "comparison", {CONFIG, DEMO}) as folder:
         check_unused(folder / CONFIG, "a comparison", resume)
-        first = kind.begin(folder)
         most = f"{'up to ' if kind.grid.confirm_seeds else ''}{kind.grid.most_runs} runs"
-        echo(f"{name}{first}; {most}")
+        echo(f"{name}{kind.about}; {most}")
         yield Sweep(kind, folder, mix_code, echo, name)
 
 
@@ -152,9 +151,7 @@ class Sweep:
         for number, cell in enumerate(cells, start=1):
             label = f"{self._name}{number}/{len(cells)} {cell.variant} lr {cell.lr:g} seed {cell.seed}"
             folder = self.folder / RUNS / cell.name
-            if (folder / FACTS).exists() and (
-                code := changes(read_json(folder / FACTS), self.kind.identity(cell, folder))
-            ):
+            if (folder / FACTS).exists() and (code := self._code_since(cell, folder)):
                 stale.append(cell.name)
                 changed |= dict.fromkeys(code)
             if has_ended(folder):
@@ -166,6 +163,17 @@ class Sweep:
             raise mixed([*changed], stale, self.folder)
         return tasks or self._next()
 
+    def _code_since(self, cell: Cell, folder: Path) -> list[str]:
+        """Return what code has changed since the run in a folder began; raise ValueError if it is another run."""
+        try:
+            facts = read_json(folder / FACTS)
+        except ValueError:
+            facts = {}
+        if "source" not in facts:
+            damaged = f"{str(folder / FACTS)!r} is damaged"
+            raise ValueError(f"{damaged}: remove {str(folder)!r}, and --resume trains that run again")
+        return check_run(folder, facts, self.kind.identity(cell, folder)).code
+
     def ended(self, task: Task, reason: str | None, note: str = "") -> list[Task]:
         """Take the result of a run, or why it failed; return further runs to execute."""
         cell, label = self._left.pop(task.folder)
@@ -174,6 +182,8 @@ class Sweep:
         else:
             self.failures.append(f"{label}: {reason}")
             self._lost.add(cell.variant)
+            if task.cwd is not None:  # a command that failed may be corrected
+                (task.folder / FACTS).unlink(missing_ok=True)
         if self.failures and not self._runs:
             raise ChildProcessError(self.failures[-1] + self.remedy)
         if reason is not None:
@@ -226,7 +236,7 @@ class Sweep:
         from symexplin.lab.report.pages import report_comparison  # importing matplotlib is slow
 
         made = [read_json(path) for cell in self._cells if (path := self.folder / RUNS / cell.name / FACTS).exists()]
-        code = dict.fromkeys(what for each in made for what in changes(each, made[-1]))
+        code = dict.fromkeys(what for each in made for what in changes(each, made[-1]).code)
         comparison = dataclasses.replace(comparison, changed=(*code,), **self.kind.facts(self.folder))
         self.comparison = comparison
         comparison.save(self.folder)

@@ -22,7 +22,8 @@ from symexplin.lab.data.batches import DATASET, SIDES, TOKENIZER, read_dataset
 from symexplin.lab.data.sources import Reader, check_source, find_source, hash_document, split_documents
 from symexplin.lab.data.tokenizer import TokenArray, Tokenizer, pieces, train_bpe
 from symexplin.lab.files import write_json
-from symexplin.lab.folders import check_resumable, claimed
+from symexplin.lab.folders import claimed
+from symexplin.lab.identity import check_config
 
 __all__ = ["PrepareConfig", "prepare", "write_tokens"]
 
@@ -45,7 +46,7 @@ def prepare(config: PrepareConfig, out: str | Path, *, echo: Echo = lambda _: No
     with claimed(out, "dataset", {_UNFINISHED, DATASET}) as folder:
         if (folder / DATASET).exists():
             dataset = read_dataset(folder)
-            check_resumable(folder, "dataset", dataset["config"], table)
+            check_config(folder, "dataset", dataset["config"], table)
             echo(f"{folder} is already prepared; if the text has changed, choose a new --out")
             return dataset
         work = folder / _UNFINISHED
