@@ -1,10 +1,11 @@
-"""All differences that results/mini.csv shows, by one rule; it writes the tables and pictures that show them.
+"""Every table and picture of differences in README, docs and results, from the rows of results/mini.csv.
 
-    python benchmarks/evidence.py            # write the tables of results/experiments.md, and two pictures
-    python benchmarks/evidence.py --check    # fail if they, or numbers in README and docs, are not what the rows say
+    python benchmarks/evidence.py            # write them
+    python benchmarks/evidence.py --check    # fail if a page or a picture is not what the rows say
 
 Each variant counts at its own best learning rate, and differences to the baseline are taken seed by seed, as in every
-comparison (symexplin.lab.compare.comparison); symexplin.lab.compare.interval has the rule for words.
+comparison (symexplin.lab.compare.comparison); symexplin.lab.compare.interval has the rule for words. `tables.py` says
+what the tables of README and docs show; `results/experiments.md` has every variant.
 """
 
 import argparse
@@ -19,11 +20,11 @@ from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import matplotlib as mpl
-from differences import Compared, Difference, Key, by_key, difference, experiments
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import blended_transform_factory
-from quotes import NO_BIAS, ONE_LAYER_NORM, TWELVE, TWELVE_INIT, TWELVE_LAYER, WIDTH_1024, stale
+from rows import Compared, Difference, Key, Place, by_key, difference, experiments
+from tables import CONTROL, ONE, ONE_LAYER_NORM, ONE_NO_BIAS, PAGES, TWELVE, TWELVE_INIT, TWELVE_LAYER_NORM, written
 
 from symexplin.lab.compare.comparison import Comparison, Row
 from symexplin.lab.compare.grid import LABELS
@@ -173,7 +174,7 @@ SHOWN: Mapping[str, Mapping[str, tuple[Key, str]]] = {
         "paper-init": (Key("exp_only", "128x4", "d3fc95d", 600), "full"),
         "number": (Key("structured_linear", "128x4", "d3fc95d", 600), "linear-global"),
     },
-    "the same, other runs": {"default": (Key("control", "128x4", "b3eebc4", 600), "default")},
+    "the same, other runs": {"default": (CONTROL, "default")},
     "the same, technical English": {"default": (Key("default", "128x4", "ff759b9", 600), "default")},
     "the same, technical English, 1,800 steps": {"default": (Key("default", "128x4", "ff759b9", 1800), "default")},
     "width 256, 2 layers, 2,600 steps": {
@@ -181,16 +182,16 @@ SHOWN: Mapping[str, Mapping[str, tuple[Key, str]]] = {
         "paper-init": (Key("widths", "256x2", "7a0cb4d", 2600), "mismatch"),
     },
     "width 1024, 1 layer, 1,500 steps": {
-        "default": (WIDTH_1024, "exp"),
-        "paper": (WIDTH_1024, "matched"),
-        "paper-init": (WIDTH_1024, "paper"),
-        "number": (WIDTH_1024, "number"),
-        "qk-bias": (WIDTH_1024, "qk_all"),
+        "default": (ONE, "exp"),
+        "paper": (ONE, "matched"),
+        "paper-init": (ONE, "paper"),
+        "number": (ONE, "number"),
+        "qk-bias": (ONE, "qk_all"),
     },
     "the same without biases": {
-        "default": (NO_BIAS, "default"),
-        "paper": (NO_BIAS, "matched"),
-        "number": (NO_BIAS, "number"),
+        "default": (ONE_NO_BIAS, "default"),
+        "paper": (ONE_NO_BIAS, "matched"),
+        "number": (ONE_NO_BIAS, "number"),
     },
     "the same with biases, LayerNorm": {
         "paper": (ONE_LAYER_NORM, "matched"),
@@ -205,8 +206,8 @@ SHOWN: Mapping[str, Mapping[str, tuple[Key, str]]] = {
         "qk-bias": (TWELVE, "qk_all"),
     },
     "the same, LayerNorm": {
-        "paper": (TWELVE_LAYER, "matched"),
-        "paper-init": (TWELVE_LAYER, "paper"),
+        "paper": (TWELVE_LAYER_NORM, "matched"),
+        "paper-init": (TWELVE_LAYER_NORM, "paper"),
     },
 }
 
@@ -234,7 +235,6 @@ LOOKS: Mapping[str, Mapping[str, Any]] = {
     "seed that did not choose a learning rate": {"marker": "o", "linestyle": ""},
     "seed that also chose one": {"marker": "o", "linestyle": "", "markerfacecolor": "white"},
     "99% interval over seeds that did not choose": {"linewidth": 5, "alpha": 0.4},
-    "over all seeds, where all also chose": {"linewidth": 1.2, "linestyle": (0, (3, 2))},
 }
 
 
@@ -247,15 +247,17 @@ def forest(compared: Sequence[Compared]) -> Picture:
     y, numbers = 0.0, []
     for setting, places in SHOWN.items():
         y += HEADING
-        adamw = rows[next(iter(places.values()))[0]]
+        first, _ = next(iter(places.values()))
+        adamw = rows[first].best[0].loss
         write(0.01, y, setting, weight="bold", va="center", fontsize=SIZE)
-        write(0.99, y, f"AdamW {adamw.best[0].loss:.3f}", ha="right", va="center", fontsize=SIZE)
-        numbers.append(f"{setting}: AdamW {adamw.best[0].loss:.4f}")
+        write(0.99, y, f"AdamW {adamw:.3f}", ha="right", va="center", fontsize=SIZE)
+        numbers.append(f"{setting}: AdamW {adamw:.4f}")
         for method, (key, variant) in places.items():
             y += LINE
-            ours = difference(rows[key], adamw, variant)
+            ours = difference(rows, Place(key, variant, against=first))
+            assert ours is not None
             write(0.03, y, METHODS[method], va="center", fontsize=SIZE)
-            write(0.99, y, minus(f"{ours}"), ha="right", va="center", fontsize=SIZE)
+            write(0.99, y, minus(f"{ours.interval.mean:+.3f}"), ha="right", va="center", fontsize=SIZE)
             draw_difference(axes, y, ours, COLORS[STYLES[method] % len(COLORS)])
             numbers.append(f"{METHODS[method]}, lr {rows[key].best_lr(variant):g}: {described(ours)}")
     axes.axvline(0.0, color=COLORS[STYLES["AdamW"]], linewidth=1.2, zorder=1)
@@ -280,11 +282,10 @@ def described(ours: Difference) -> str:
 
 def draw_difference(axes: Axes, y: float, ours: Difference, color: str) -> None:
     """Draw a dot for each seed and a bar for the interval, if there is one."""
-    full, hollow, solid, dashed = LOOKS.values()
+    full, hollow, bar = LOOKS.values()
     interval = ours.interval
     if not math.isinf(interval.half_width):
-        look = solid if ours.fresh else dashed
-        axes.plot([interval.low, interval.high], [y, y], color=color, solid_capstyle="butt", zorder=2, **look)
+        axes.plot([interval.low, interval.high], [y, y], color=color, solid_capstyle="butt", zorder=2, **bar)
     for seed, value in ours.by_seed.items():
         look = hollow if seed in ours.chose else full
         axes.plot([value], [y], color=color, markersize=4.5, markeredgewidth=1.1, zorder=3, **look)
@@ -302,7 +303,7 @@ def minus(number: str) -> str:
 def rates(compared: Sequence[Compared]) -> Picture:
     """Draw the final loss by learning rate with one layer of width 1024: lines are seed 0, points all seeds."""
     names = {"AdamW": "AdamW", "exp": "default", "paper": "paper-init", "number": "number", "qk_all": "qk-bias"}
-    whole = by_key(compared)[WIDTH_1024]
+    whole = by_key(compared)[ONE]
     runs = [replace(run, variant=names[run.variant]) for run in whole.runs if run.variant in names]
     runs.sort(key=lambda run: (list(names.values()).index(run.variant), run.lr, run.seed))
     others = tuple(seed for seed in whole.seeds if seed)
@@ -314,24 +315,26 @@ def rates(compared: Sequence[Compared]) -> Picture:
 
 
 def main() -> None:
-    """Write or check the page and the pictures."""
+    """Write or check the pages and the pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing, and fail if a file is not up to date")
     options = parser.parse_args()
     compared = experiments()
-    text = page(PAGE.read_text(), compared)
+    rows = by_key(compared)
+    pages = {PAGE: page(PAGE.read_text(), compared)}
+    pages |= {ROOT / name: written(rows, (ROOT / name).read_text()) for name in PAGES}
     with mpl.rc_context(STYLE):
         pictures = {IMAGES / "evidence.svg": forest(compared), IMAGES / "width-1024.svg": rates(compared)}
         if not options.check:
-            PAGE.write_text(text)
+            for path, text in pages.items():
+                path.write_text(text)
             for path, picture in pictures.items():
                 picture.save(path)
-    old = [PAGE] * (PAGE.read_text() != text)
+    old = [path for path, text in pages.items() if path.read_text() != text]
     old += [path for path, picture in pictures.items() if numbers_of(path) != picture.numbers]
-    problems = [f"{path.relative_to(ROOT)} is not up to date: run python benchmarks/evidence.py" for path in old]
-    problems += stale(ROOT, by_key(compared))
-    print("\n".join(problems), end="\n" * bool(problems), file=sys.stderr)
-    sys.exit(bool(problems))
+    for path in old:
+        print(f"{path.relative_to(ROOT)} is not up to date: run python benchmarks/evidence.py", file=sys.stderr)
+    sys.exit(bool(old))
 
 
 if __name__ == "__main__":

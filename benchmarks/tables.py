@@ -1,0 +1,333 @@
+"""The tables of README and the documentation: what each cell shows, and their text from the rows of results."""
+
+import csv
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rows import Key, Place, Rows, difference
+
+ROOT = Path(__file__).parents[1]
+ELSEWHERE = ROOT / "results/elsewhere.csv"  # figures whose runs have no rows
+EVIDENCE = "docs/explanation/evidence.md"
+PAGES = ("README.md", EVIDENCE, "docs/explanation/learning-rate.md", "docs/how-to/start-with.md")
+
+ONE = Key("width-1024", "1024x1", "44ad1b2", 1500)
+ONE_GPU = Key("width-1024-gpu", "1024x1", "fa670e7", 1500)
+ONE_LAYER_NORM = Key("width-1024-cores", "1024x1-layer", "50a7ce3", 1500)
+ONE_NO_BIAS = Key("width-1024-cores", "1024x1-no-bias", "50a7ce3", 1500)
+TWELVE = Key("width-1024-gpu", "1024x12", "648d882", 1000)
+TWELVE_INIT = Key("width-1024-gpu", "1024x12", "354dea9", 1000)
+TWELVE_FIRST = Key("width-1024-gpu", "1024x12", "1e5a7df", 1000)
+TWELVE_LAYER_NORM = Key("width-1024-start", "1024x12-layer", "ee10189", 1000)
+TWELVE_STD_32 = Key("width-1024-start", "1024x12-std32", "ee10189", 1000)
+EIGHT = Key("width-1024-cores", "256x8", "50a7ce3", 250)
+EIGHT_LAYER_NORM = Key("width-1024-cores", "256x8-layer", "50a7ce3", 250)
+AUTHOR = Key("author-256", "256x8-author", "8cffc2e", 300)
+AUTHOR_OURS = Key("author-256", "256x8", "8cffc2e", 300)
+CONTROL = Key("control", "128x4", "b3eebc4", 600)
+SMALL_NO_BIAS = Key("attempts", "64x3-no-bias", "fafe4b8", 600, fresh=True)
+SPARSITY = Key("sparsity", "64x3", "8648390", 1000)
+
+
+class Seeds(NamedTuple):
+    """A place, with the differences by seed."""
+
+    place: Place
+
+
+class Elsewhere(NamedTuple):
+    """A figure of results/elsewhere.csv."""
+
+    setting: str
+    method: str
+    against: str = "AdamW"
+
+
+Cell = str | Place | Seeds | Elsewhere
+Table = Sequence[Sequence[Cell]]  # the first row is the heading
+
+
+def mini(table: str, variant: str, other: str = "AdamW") -> Seeds:
+    """Return the cell of one of the paper's tables in miniature."""
+    return Seeds(Place(Key(table, "128x4", "d3fc95d", 600), variant, other))
+
+
+def both(variant: str, other: str = "AdamW") -> tuple[Place, Place]:
+    """Return the cells of the model of the author's harness, and of the laboratory's of the same size."""
+    return Place(AUTHOR, variant, other), Place(AUTHOR_OURS, variant, other)
+
+
+def alone(setting: str, method: str, against: str = "AdamW") -> tuple[str, str, str, Elsewhere]:
+    """Return a row of results/elsewhere.csv."""
+    return setting, method, against, Elsewhere(setting, method, against)
+
+
+NUMBER = "[one learned number per matrix](../how-to/start-with.md#one-learned-number-per-matrix), no curve"
+QK_BIAS = "[QK-bias AdamW](../reference/glossary.md#methods)"
+OWN = "the paper's method, from the model's own initial weights"
+INIT = "the paper's method with its initialization"
+LLAMA = "a Llama of width 64, 300 steps"
+GPT = "a GPT-2 of width 64, 300 steps"
+QK_START = "queries and keys start at 0.1 of their size"
+FORMS = ("the default in the optimizer", "the default in the module form")
+AVERAGED = ("fixed mismatch, averaged with the first weights", "L2-SP, averaged with the first weights")
+L1 = ("the exponential map with L1", "AdamW with L1")
+LINEAR_LAYERS = ("fixed mismatch, linear layers at 4.2 times the rate", "AdamW, linear layers at 6 times the rate")
+
+TABLES: Mapping[str, Table] = {
+    "methods": (
+        ("held-out loss minus AdamW's, nats per token", "1 layer", "12 layers", "cost"),
+        ("the default", Place(ONE, "exp"), Place(TWELVE, "default"), "AdamW's memory, about its time"),
+        (
+            OWN,
+            Place(ONE, "matched"),
+            Place(TWELVE, "matched"),
+            "4 more bytes per linear weight; steps take 10% longer on an H200",
+        ),
+        (
+            f"the paper's method [with its initialization]({EVIDENCE}#why-the-papers-initialization-fails)",
+            Place(ONE, "paper"),
+            Place(TWELVE_INIT, "paper", against=TWELVE),
+            "the same",
+        ),
+        (
+            "the same, both models with LayerNorm",
+            Place(ONE_LAYER_NORM, "paper"),
+            Place(TWELVE_LAYER_NORM, "paper"),
+            "the same",
+        ),
+        (
+            "[one learned number per matrix](docs/how-to/start-with.md#one-learned-number-per-matrix), no curve",
+            Place(ONE, "number"),
+            Place(TWELVE, "number"),
+            "4 more bytes per linear weight",
+        ),
+        (
+            "[QK-bias AdamW](docs/how-to/start-with.md#before-any-curve), no map: queries and keys start smaller and "
+            "train slower, biases train faster",
+            Place(ONE, "qk_all"),
+            Place(TWELVE, "qk_all"),
+            "nothing",
+        ),
+    ),
+    "one-layer": (
+        ("minus AdamW, one layer", "RMSNorm, biases", "RMSNorm, no biases", "LayerNorm, biases"),
+        ("the default", Place(ONE, "exp"), Place(ONE_NO_BIAS, "default"), ""),
+        (INIT, Place(ONE, "paper"), "", Place(ONE_LAYER_NORM, "paper")),
+        (OWN, Place(ONE, "matched"), Place(ONE_NO_BIAS, "matched"), Place(ONE_LAYER_NORM, "matched")),
+        ("its map with fixed scales", "", "", Place(ONE_LAYER_NORM, "frozen_matched")),
+        ("its map with fixed scales and its initialization", Place(ONE, "frozen"), "", Place(ONE_LAYER_NORM, "frozen")),
+        ("learned row x column scales, no curve", Place(ONE, "linear"), Place(ONE_NO_BIAS, "linear"), ""),
+        (NUMBER, Place(ONE, "number"), Place(ONE_NO_BIAS, "number"), Place(ONE_LAYER_NORM, "number")),
+        ("AdamW, all matrices at half the rate", Place(ONE, "half"), "", ""),
+        (
+            "AdamW, queries and keys at 0.05 of the scale and rate",
+            Place(ONE, "qk_both"),
+            Place(ONE_NO_BIAS, "qk_both"),
+            Place(ONE_LAYER_NORM, "qk_both"),
+        ),
+        (QK_BIAS, Place(ONE, "qk_all"), "", ""),
+        ("AdamW with the learned numbers of seed 0 hard-coded", Place(ONE, "hand"), "", ""),
+        ("AdamW, weight decay 0.1", Place(ONE, "decay"), "", ""),
+        ("AdamW, a longer warm-up, both at 7e-4", Place(ONE_GPU, "warmup@7e-4", "AdamW@7e-4"), "", ""),
+        ("AdamW, betas of 0.9 and 0.95, both at 7e-4", Place(ONE_GPU, "betas@7e-4", "AdamW@7e-4"), "", ""),
+    ),
+    "one-layer-pairs": (
+        ("one layer", "minus", "difference"),
+        ("AdamW at its best rate", "AdamW at 3e-4", Place(ONE, "AdamW", "AdamW@3e-4")),
+        (f"{INIT}, at 3e-4", "AdamW at 3e-4", Place(ONE, "paper@3e-4", "AdamW@3e-4")),
+        ("the default at 3e-4", "AdamW at 3e-4", Place(ONE, "exp@3e-4", "AdamW@3e-4")),
+        ("one learned number per matrix", INIT, Place(ONE, "number", "paper")),
+        ("the same without biases", OWN, Place(ONE_NO_BIAS, "number", "matched")),
+        ("the same with LayerNorm", OWN, Place(ONE_LAYER_NORM, "number", "matched")),
+        ("QK-bias AdamW", INIT, Place(ONE, "qk_all", "paper")),
+        (f"{OWN}, with the changes of QK-bias AdamW", "QK-bias AdamW", Place(ONE, "matched_all", "qk_all")),
+        ("the default with the changes of QK-bias AdamW", "QK-bias AdamW", Place(ONE, "exp_all", "qk_all")),
+    ),
+    "twelve-layers": (
+        ("minus AdamW, 12 layers", "the paper, 100,000 steps or more", "RMSNorm", "LayerNorm", "large embeddings"),
+        ("the default", "-0.005 (table 5)", Seeds(Place(TWELVE, "default")), "", ""),
+        (
+            INIT,
+            "-0.031 (table 2)",
+            Seeds(Place(TWELVE_INIT, "paper", against=TWELVE)),
+            Seeds(Place(TWELVE_LAYER_NORM, "paper")),
+            Place(TWELVE_STD_32, "paper"),
+        ),
+        (
+            OWN,
+            "",
+            Seeds(Place(TWELVE, "matched")),
+            Seeds(Place(TWELVE_LAYER_NORM, "matched")),
+            Elsewhere("width 1024, 12 layers, embeddings of standard deviation 32", OWN),
+        ),
+        (NUMBER, "+0.019 (table 7)", Seeds(Place(TWELVE, "number")), "", ""),
+        (QK_BIAS, "", Seeds(Place(TWELVE, "qk_all")), "", ""),
+        (
+            "AdamW, minus AdamW with RMSNorm and small embeddings",
+            "",
+            "",
+            Seeds(Place(TWELVE_LAYER_NORM, "AdamW", against=TWELVE)),
+            Place(TWELVE_STD_32, "AdamW", "AdamW@1e-3", TWELVE),
+        ),
+        (
+            "AdamW at 7e-4, the same run at another commit",
+            "",
+            Place(TWELVE_FIRST, "AdamW@7e-4", "AdamW@7e-4", TWELVE),
+            "",
+            "",
+        ),
+    ),
+    "initialization": (
+        ("loss with it minus loss without it", "RMSNorm", "LayerNorm"),
+        (
+            "width 1024, one layer",
+            Place(ONE, "paper", "matched"),
+            Seeds(Place(ONE_LAYER_NORM, "paper", "matched")),
+        ),
+        ("the same, fixed scales", "", Seeds(Place(ONE_LAYER_NORM, "frozen", "frozen_matched"))),
+        (
+            "width 1024, 12 layers (RMSNorm: both at 7e-4)",
+            Place(TWELVE_INIT, "paper@7e-4", "matched@7e-4", TWELVE),
+            Seeds(Place(TWELVE_LAYER_NORM, "paper", "matched")),
+        ),
+        (
+            "width 256, 8 layers, 250 steps, all at 1e-3",
+            Seeds(Place(EIGHT, "paper", "matched")),
+            Seeds(Place(EIGHT_LAYER_NORM, "paper", "matched")),
+        ),
+    ),
+    "author": (
+        ("width 256, 8 layers, 300 steps", "minus", "the author's model", "our model"),
+        (OWN, "AdamW", *both("matched")),
+        (INIT, "AdamW", *both("paper")),
+        (INIT, OWN, *both("paper", "matched")),
+        ("the same, but not of the output and down projections", OWN, *both("inside", "matched")),
+        ("AdamW, biases at 0", "AdamW", *both("AdamW-zero-bias")),
+        (f"{OWN}, biases at 0", "AdamW, biases at 0", *both("matched-zero-bias", "AdamW-zero-bias")),
+        ("one learned number per matrix, no curve", "AdamW", *both("number")),
+        ("QK-bias AdamW", "AdamW", *both("qk_all")),
+    ),
+    "claims": (
+        ("claim", "the paper, per token", "here, per byte: mean (seeds 0, 1, 2)"),
+        (
+            "the paper's method ends below AdamW (table 2, width 1024, 12 layers)",
+            "-0.031",
+            mini("main_grid", "mismatch"),
+        ),
+        ("... with offset and LoRA", "-0.038", mini("main_grid", "mismatch+offset")),
+        ("congruent ends below AdamW (table 3)", "-0.011", mini("start_1024", "congruent")),
+        ("the default ends below AdamW (table 5)", "-0.005", mini("exp_only", "exp_only-ff")),
+        ("... with its scale learned", "-0.009", mini("exp_only", "exp_only-lf")),
+        ("curves help with all scales fixed, the paper's initialization (table 6)", "-0.018", mini("frozen", "frozen")),
+        (
+            "... the congruent map, from the model's own initial weights",
+            "-0.008",
+            mini("frozen", "frozen-congruent"),
+        ),
+        ("learning the scales helps further (table 6)", "-0.016", mini("frozen", "fixed_curvature", "frozen")),
+        (
+            "one learned number per matrix without a curve is worse than AdamW (table 7)",
+            "+0.019",
+            mini("structured_linear", "linear-global"),
+        ),
+        (
+            "annealed learning rates of the scales beat fixed ones (table 9)",
+            "-0.005",
+            mini("lr_annealing", "annealed", "fixed"),
+        ),
+        ("a curvature learned in log space is better (table 10)", "-0.006", mini("curvature", "absorbed", "fixed")),
+        (
+            "the two forms of the default agree: mean absolute difference of their evaluations (section 5.3.5)",
+            "0.0009",
+            Elsewhere("width 128, 4 layers, 600 steps: mean absolute difference", *FORMS),
+        ),
+        (
+            "trained weights have heavier tails: excess kurtosis (section 5.4.1)",
+            "yes",
+            Elsewhere("width 128, 4 layers, 600 steps: excess kurtosis of the trained weights", INIT),
+        ),
+    ),
+    "tasks": (
+        ("task", "method", "against", "difference (99% interval; seeds)"),
+        alone("fine-tuning: loss on the old text at equal loss on the new", *AVERAGED),
+        (
+            "pruning during training, 80% zeros",
+            "the exponential map, gradual pruning",
+            "Powerpropagation, gradual pruning",
+            Place(SPARSITY, "exp-16-gradual-80", "power-2-gradual-80"),
+        ),
+        alone("pruning at once, 70% zeros", *L1),
+        alone("pruning at once, two of four", *L1),
+        alone("rounding to int4", *L1),
+        alone("images: ResNet", "fixed mismatch, all convolutions"),
+        alone("images: ConvNeXt", *LINEAR_LAYERS),
+        alone("linear model, 10 of 1,000 inputs matter: squared error", L1[0], "AdamW with a log-sum penalty"),
+    ),
+    "models": (
+        ("model", "change", "trained", "minus AdamW"),
+        ("QK-norm and biases", "as above", "width 1024, one layer", Place(ONE, "qk_all")),
+        (
+            "QK-norm without biases, such as Qwen3",
+            "[one learned number per matrix](#one-learned-number-per-matrix), untested with more layers",
+            "width 1024, one layer",
+            Place(ONE_NO_BIAS, "number"),
+        ),
+        (
+            "",
+            "or queries and keys that start at 0.1 of their size",
+            "width 64, 3 layers",
+            Place(SMALL_NO_BIAS, "qk-0_1"),
+        ),
+        (
+            "",
+            "not queries and keys at 0.05 of size and rate",
+            "width 1024, one layer",
+            Place(ONE_NO_BIAS, "qk_both"),
+        ),
+        ("biases without QK-norm, such as GPT-2", f"none; tried: {QK_START}", GPT, Elsewhere(GPT, QK_START)),
+        ("neither, such as Llama", f"none; tried: {QK_START}", LLAMA, Elsewhere(LLAMA, QK_START)),
+        ("", "not QK-bias AdamW", LLAMA, Elsewhere(LLAMA, "QK-bias AdamW")),
+    ),
+    "control": (
+        ("method", "minus AdamW", "minus the default (seeds 0, 1, ...)"),
+        ("AdamW with S", Place(CONTROL, "scaled"), Seeds(Place(CONTROL, "scaled", "default"))),
+        ("AdamW with permuted S", Place(CONTROL, "permuted"), Seeds(Place(CONTROL, "permuted", "default"))),
+        ("the default", Place(CONTROL, "default"), ""),
+    ),
+}
+
+
+@functools.cache
+def elsewhere() -> dict[Elsewhere, dict[str, str]]:
+    """Return the rows of results/elsewhere.csv."""
+    with ELSEWHERE.open(newline="") as lines:
+        return {Elsewhere(row["setting"], row["method"], row["against"]): row for row in csv.DictReader(lines)}
+
+
+def shown(rows: Rows, cell: Cell) -> str:
+    """Return the text of a cell."""
+    if isinstance(cell, str):
+        return cell
+    if isinstance(cell, Elsewhere):
+        row = elsewhere()[cell]
+        ends = f"{row['low']} to {row['high']}; " if row["low"] else ""
+        return f"{row['difference']} ({ends}{row['seeds']})"
+    found = difference(rows, cell.place if isinstance(cell, Seeds) else cell)
+    if found is None:
+        return "no result"
+    return found.listed if isinstance(cell, Seeds) else str(found)
+
+
+def written(rows: Rows, text: str) -> str:
+    """Return a page whose tables, each below a comment with its name, are what the rows say."""
+
+    def table(place: re.Match[str]) -> str:
+        heading, *body = [[shown(rows, cell) for cell in row] for row in TABLES[place[1]]]
+        lines = [heading, ["---"] * len(heading), *body]
+        return f"<!-- table: {place[1]} -->\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines) + "\n"
+
+    return re.sub(r"(?m)^<!-- table: (\S+) -->\n+(?:\|.*\n)*\n*", table, text)
