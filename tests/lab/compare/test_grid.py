@@ -1,11 +1,15 @@
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
+import torch
 
 import symexplin as sel
+from scripts import load
+from symexplin.lab.build import build, build_model
 from symexplin.lab.compare.grid import Cell, CompareConfig, GridConfig
-from symexplin.lab.config import TrainConfig
+from symexplin.lab.config import ComputeConfig, TrainConfig
 from symexplin.lab.maps import CurveConfig, map_of
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.settings import dump_toml, from_table, to_table
@@ -153,15 +157,26 @@ def curve_of(variant):
     return CompareConfig("", ModelConfig(width=WIDTH)).run(Cell(variant, 1e-2, 0)).sel
 
 
-def test_the_papers_variants_are_its_presets_the_baseline_is_plain_and_the_default_map_may_learn():
-    """At width 64 = 1024/16 beta is a quarter of 7.5, and l = beta/7.5."""
-    for name in ("paper", "fixed_curvature", "frozen", "congruent", "exp_only"):
+def test_named_variants_are_presets_and_two_have_no_map():
+    for name in ("paper", "fixed_curvature", "frozen", "congruent", "exp_only", "one_number"):
         assert map_of(curve_of(name), WIDTH) == sel.preset(name).resolve(WIDTH)
     assert curve_of("module") == dataclasses.replace(curve_of("paper"), home="module")
     assert map_of(curve_of("AdamW"), WIDTH) is None
-    fixed, learned = map_of(curve_of("default"), WIDTH), map_of(curve_of("learned"), WIDTH)
-    assert (fixed.mode, fixed.beta, fixed.learned_roles) == ("exp_only", 7.5 / 4, ())
-    assert (learned.mode, learned.beta, learned.learned_roles) == ("mismatch", 7.5 / 4, ("e", "l"))
-    for scale, start in ((learned.e, 1.0), (learned.l, 0.25)):
-        assert (scale.pattern, scale.start, scale.multiplier(lr=1.0)) == ("row_col_mult", start, (0.003, 0.001))
-    assert {curve_of(variant).starts_as for variant in ("default", "learned", "paper", "frozen")} == {"matched"}
+    fixed = map_of(curve_of("default"), WIDTH)
+    assert (fixed.mode, fixed.beta, fixed.learned_roles) == ("exp_only", 7.5 / 4, ())  # width 1024/16
+    assert {curve_of(variant).starts_as for variant in ("default", "paper", "frozen")} == {"matched"}
+    assert curve_of("paper-init").starts_as == "mismatched"
+
+
+def test_qk_bias_is_the_example_to_copy():
+    """The same first weights and learning rates as the groups of the example give the laboratory's own AdamW."""
+    example = load(Path(__file__).parents[3] / "examples/qk_bias_adamw.py")
+    config = CompareConfig("", ModelConfig(width=WIDTH, depth=1, heads=2))
+    ours = build(dataclasses.replace(config.run(Cell("qk_bias", 1e-2, 0)), compute=ComputeConfig(device="cpu")))
+    model = build_model(dataclasses.replace(config.run(Cell("AdamW", 1e-2, 0)), compute=ComputeConfig(device="cpu")))
+    groups = example.qk_bias_groups(model, 1e-2)
+    rates = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
+    found = {id(parameter): group["lr"] for group in ours.optimizer.param_groups for parameter in group["params"]}
+    for (name, parameter), expected in zip(ours.model.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(parameter, expected), name
+        assert found[id(parameter)] == pytest.approx(rates[id(expected)]), name

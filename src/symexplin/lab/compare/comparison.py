@@ -1,6 +1,7 @@
 """A comparison's runs, and who is better: at one shared learning rate, and each variant at its own best one."""
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
@@ -8,8 +9,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
-
-import numpy as np
 
 from symexplin.config import SELConfig
 from symexplin.lab.compare.grid import COMPARISON, RUNS, Cell
@@ -477,8 +476,15 @@ def _apart_at_equal_time(run: Run, baseline: Run) -> float | None:
     if not run.by_time or not baseline.by_time:
         return None
     end = min(run.by_time[-1][0], baseline.by_time[-1][0])
-    own, other = (float(np.interp(end, *np.array(of.by_time).T)) for of in (run, baseline))
-    return own - other
+    return _loss_after(run.by_time, end) - _loss_after(baseline.by_time, end)
+
+
+def _loss_after(by_time: Sequence[tuple[float, float]], end: float) -> float:
+    """Return the loss after so many seconds, interpolated linearly between evaluations."""
+    for (before, high), (after, low) in itertools.pairwise(by_time):
+        if end < after:
+            return high + (low - high) * (end - before) / (after - before)
+    return by_time[-1][1]
 
 
 def steps_to(curve: Curve, target: float) -> float | None:

@@ -22,20 +22,28 @@ CONFIG, COMPARISON, RUNS, PROCESSES = "compare.toml", "comparison.json", "runs",
 DEMO = ".symexplin-demo"
 
 BASELINE = "AdamW"
-# Learning rates of learned scales in runs of some hundred steps: the paper's 0.015 to 0.0024 are for 100,000.
-_SHORT_RUN = {"pattern": "row_col_mult", "k": [0.003, 0.001], "base_lr": 1.0}
-# What each named variant changes in the table [sel].
+# What each named variant changes in the table [sel], and in those of training and of the model.
 VARIANTS: dict[str, dict[str, Any]] = {
     BASELINE: {"home": "none"},
     "default": {"preset": "default"},
-    "learned": {"preset": "default", "map": {"mode": "mismatch", "e": _SHORT_RUN, "l": _SHORT_RUN}},
     "paper": {"preset": "paper"},
     "paper-init": {"preset": "paper", "start": "mismatched"},
     "module": {"home": "module", "preset": "paper"},
+    "one_number": {"preset": "one_number"},
+    "qk_bias": {  # examples/qk_bias_adamw.py
+        "home": "none",
+        "model": {"qk_gain": 0.05},
+        "train": {"lr_factors": {"*.q.weight": 0.05, "*.k.weight": 0.05, "blocks.*.bias": 5.0}},
+    },
     **{preset: {"preset": preset} for preset in ("fixed_curvature", "frozen", "congruent", "exp_only")},
 }
 # The names in words of those that need some, everywhere.
-LABELS = {"paper": "the paper's method", "paper-init": "the paper's method with its initialization"}
+LABELS = {
+    "paper": "the paper's method",
+    "paper-init": "the paper's method with its initialization",
+    "one_number": "one learned number per matrix",
+    "qk_bias": "QK-bias AdamW",
+}
 
 # The key of [sel] that all curved variants share; the variants set the others.
 _SHARED = "anneal_steps"
@@ -64,9 +72,10 @@ class GridConfig(Schema):
     """Which runs to compare, and where they are executed.
 
     Args:
-        variants: what to compare: AdamW, default, learned (mismatch, e and l learned), paper (the paper's method),
-            paper-init (with its initialization), module (the paper's form), fixed_curvature, frozen, congruent,
-            exp_only, or [variant.NAME] tables of your own.
+        variants: what to compare: AdamW, default, paper (the paper's method), paper-init (with its initialization),
+            module (the paper's form), one_number (one learned number per matrix, no curve), qk_bias (AdamW with smaller
+            and slower queries and keys, and faster biases), fixed_curvature, frozen, congruent, exp_only, or
+            [variant.NAME] tables of your own.
         lrs: peak learning rates; every variant trains at each.
         seeds: of the initial weights and of the order of the data; every variant trains at each learning rate with
             each.
