@@ -378,7 +378,7 @@ def _reproduce(
     table.csv in the folder have the paper's number, the measured one, the difference, and for each claim whether it
     holds. Without NAME the tables are listed. The text is the standard library's at the scale mini, OpenWebText at the
     scale paper, otherwise what --data names. With --resume the same command continues, or adds variants, learning rates
-    and seeds.
+    and seeds. `reproduce profile` prints the time of the parts of a training step instead, which is table 11.
 
     Args:
         name: name of a table, or a TOML file of one
@@ -390,7 +390,7 @@ def _reproduce(
       symexplin reproduce widths --data docs --out runs/widths --results mini.csv
       symexplin reproduce main_grid --panels 64x2 --lrs 2e-3 --steps 100 --seeds 0
     """
-    from symexplin.experiments.reproduce import ReproduceConfig, plan_lines, reproduce
+    from symexplin.experiments.reproduce import ReproduceConfig, chosen, plan_lines, reproduce
     from symexplin.experiments.tables import names
 
     if name is None:
@@ -398,7 +398,12 @@ def _reproduce(
         return
     config = from_table(ReproduceConfig, given)
     folder = Path("runs", "reproduce", f"{Path(name).stem}-{config.scale}") if out is None else out
-    if plan:
+    if name == "profile":
+        from symexplin.experiments.profile import profile
+
+        for panel in chosen(config.table("main_grid", folder), config.panels):
+            print("\n".join(profile(panel)))
+    elif plan:
         print("\n".join(plan_lines(config.table(name, folder), config.panels)))
     else:
         switches = {"resume": resume, "mix_code": mix_code, "submit": submit}

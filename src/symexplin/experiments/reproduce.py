@@ -20,7 +20,7 @@ from symexplin.lab.folders import LOCK, check_unused, claimed
 from symexplin.lab.identity import check_config
 from symexplin.lab.settings import Count, Pairs, Positive, Schema, Whole, from_table, merge
 
-__all__ = ["ReproduceConfig", "plan_lines", "reproduce"]
+__all__ = ["ReproduceConfig", "chosen", "plan_lines", "reproduce"]
 
 Echo = Callable[[str], None]
 
@@ -79,7 +79,7 @@ def plan_lines(table: Table[Panel], names: Collection[str] = ()) -> list[str]:
     """Return the runs and assumptions of a table, or of its panels of these `names`, as lines of text."""
     lines = [f"{table.name} ({table.scale}): {table.title}", table.place or "beyond the paper", table.about, ""]
     runs = tokens = 0
-    for panel in _chosen(table, names):
+    for panel in chosen(table, names):
         grid, steps = panel.config.compare, panel.config.train.steps
         each = steps * panel.config.train.batch_size * panel.config.model.context
         runs, tokens = runs + grid.most_runs, tokens + grid.most_runs * each
@@ -133,7 +133,7 @@ def reproduce(
 
     config = config or ReproduceConfig()
     table = config.table(name, Path(out).resolve())
-    wanted = _chosen(table, config.panels)
+    wanted = chosen(table, config.panels)
     to_prepare = not config.prepared
     if to_prepare and not table.data.get("sources"):
         raise ValueError(f"data must be given at scale {table.scale!r}: a prepared folder, or sources of text")
@@ -162,7 +162,8 @@ def reproduce(
     return report
 
 
-def _chosen(table: Table[Panel], names: Collection[str]) -> list[Panel]:
+def chosen(table: Table[Panel], names: Collection[str]) -> list[Panel]:
+    """Return the panels of these names, all if there are none."""
     for name in names:
         check_choice("panels", name, [panel.name for panel in table.panels])
     return [panel for panel in table.panels if panel.name in (names or [panel.name])]
