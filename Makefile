@@ -2,13 +2,17 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+# What has been installed: the laboratory, which is all that a demo needs, and the rest.
+LAB    := $(VENV)/.lab
 STAMP  := $(VENV)/.installed
+# Python compiles what is imported, once; pip would compile all of torch and transformers, for most of a minute.
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 # Many tests start processes, so bytecode is kept.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test check docs sanitize dist format setup clean
+.PHONY: demo test check docs notebooks sanitize dist format setup clean
 
-demo: $(STAMP)
+demo: $(LAB)
 	$(BIN)/symexplin demo
 
 test: $(STAMP)
@@ -26,6 +30,10 @@ docs: $(STAMP)
 	OMP_NUM_THREADS=1 NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo build/docs/index.html
 
+# Their output is kept in the repository; the tests say when it is older than its source.
+notebooks: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python docs/run_notebooks.py
+
 # The C kernels under gcc's sanitizers (Linux): an access outside of an array and undefined behavior end the process. The
 # flags come last, so -O1 replaces -O3, which takes twice as long to compile here. Python must load libasan first.
 SANITIZED ?= tests/kernels/test_kernels.py tests/optim/test_packs.py
@@ -40,7 +48,7 @@ sanitize: $(STAMP)
 
 # Wheel and sdist, checked, and the wheel tried in an empty environment.
 dist: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
+	$(PIP) -e '.[release]'
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist .
 	$(BIN)/twine check --strict dist/*
@@ -52,14 +60,17 @@ format: $(STAMP)
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt hatch_build.py src/symexplin/kernels/cpu.c
+$(LAB): pyproject.toml constraints.txt hatch_build.py src/symexplin/kernels/cpu.c
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "symexplin needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
-	# Python compiles what is imported, once; pip would compile all of torch and transformers, for most of a minute.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[lab,hf,dev,docs]'
+	$(PIP) -e '.[lab]'
+	touch $@
+
+$(STAMP): $(LAB)
+	$(PIP) -e '.[hf,dev,docs]'
 	# timm asks for torchvision, which must be of the same build as torch: one for CUDA beside a torch for CPUs breaks
 	# Lightning and transformers. The tests need neither its images nor its operators (tests/test_recipes.py).
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt --no-deps timm
+	$(PIP) --no-deps timm
 	touch $@
 
 clean:

@@ -1,7 +1,8 @@
 """How the documentation is built: pages from the whole repository, formulas as MathML, no requests to other hosts.
 
-README is the home page. The command line's help, the notebooks (executed) and other files of the repository are pages,
-too. Links to other files lead to the repository, once pyproject.toml has its address, and are plain text until then.
+README is the home page. The command line's help, the notebooks with the output that run_notebooks.py has written, and
+other files of the repository are pages, too. Links to other files lead to the repository, once pyproject.toml has its
+address, and are plain text until then.
 
 mkdocs calls the functions `on_...`; mkdocstrings loads the class for the docstrings of the API.
 """
@@ -14,14 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import griffe
-import jupytext
-import nbclient
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from nbconvert import MarkdownExporter
-from traitlets.config import Config
 
 from symexplin.cli import make_app
 
@@ -73,22 +71,17 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
         if path == "CITATION.cff":
             text = f"# Citation\n\nThe file `CITATION.cff`, which citation managers read:\n\n```yaml\n{text}```\n"
         files.append(File.generated(config, name, content=text))
-    for source in sorted((_ROOT / "docs" / "notebooks").glob("*.py")):
-        for name, content in _notebook(source).items():
+    for notebook in sorted((_ROOT / "docs" / "notebooks").glob("*.ipynb")):
+        for name, content in _notebook(notebook).items():
             files.append(File.generated(config, f"notebooks/{name}", content=content))
 
 
-def _notebook(source: Path) -> dict[str, str | bytes]:
-    """Run a notebook; return by name its page, its pictures, and the executed notebook to download."""
-    notebook = jupytext.read(source)
-    quiet = Config(ConnectionFileMixin={"transport": "ipc"})  # over TCP the kernel warns that nothing is encrypted
-    nbclient.NotebookClient(notebook, timeout=600, config=quiet).execute()
-    names = {"output_files_dir": ".", "unique_key": source.stem}
-    text, resources = MarkdownExporter().from_notebook_node(notebook, resources=names)
-    executed = f"{source.stem}.ipynb"
-    page = f"{text}\n\nDownload this page as an executed notebook: [{executed}]({executed}).\n"
-    files = {f"{source.stem}.md": page, executed: jupytext.writes(notebook, fmt="ipynb")}
-    return files | resources["outputs"]
+def _notebook(executed: Path) -> dict[str, str | bytes]:
+    """Return by name the page of an executed notebook, and its pictures."""
+    names = {"output_files_dir": ".", "unique_key": executed.stem}
+    text, resources = MarkdownExporter().from_filename(str(executed), resources=names)
+    page = f"{text}\n\nDownload this page as an executed notebook: [{executed.name}]({executed.name}).\n"
+    return {f"{executed.stem}.md": page} | resources["outputs"]
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

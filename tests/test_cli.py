@@ -284,6 +284,7 @@ def test_reproduce_lists_plans_runs_and_continues(place, capsys, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     lines = run(capsys, "reproduce").splitlines()
     assert [tuple(line.split(maxsplit=1)) for line in lines] == list(names().items())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # on a GPU the plan would train some steps
     out = run(capsys, "reproduce", "main_grid", "--plan", "--scale", "paper", "--seeds", "1", "2")
     assert "3072x36: AdamW, mismatch, mismatch+offset; lrs 0.0003; seeds 1 2; up to 6 runs of 150,000 steps" in out
     assert not list(tmp_path.iterdir())

@@ -113,7 +113,7 @@ def test_every_command_in_the_documents_parses():
 @pytest.fixture(scope="module")
 def hooks():
     """docs/hooks.py, which needs the extra "docs"."""
-    for name in ("jupytext", "latex2mathml", "mkdocs", "nbconvert"):
+    for name in ("latex2mathml", "mkdocs", "nbconvert"):
         pytest.importorskip(name)
     return load(ROOT / "docs/hooks.py")
 

@@ -158,7 +158,7 @@ _Submit = Annotated[bool, _Switch, Parameter(help="submit the jobs, with --clust
 _MixCode = Annotated[bool, _Switch, Parameter(help="resume although code has changed since runs began")]
 _Run = Annotated[str, Parameter(help="folder of a run, one of its checkpoints, or a model.safetensors")]
 _Weights = Annotated[str, Parameter(help="a safetensors file, or a folder of them")]
-_Plan = Annotated[bool, _Switch, Parameter(help="print the runs and the assumptions, and stop")]
+_Plan = Annotated[bool, _Switch, Parameter(help="print the runs, the hours here and the assumptions, and stop")]
 _Path = str | None
 
 
@@ -404,7 +404,8 @@ def _reproduce(
         for panel in chosen(config.table("main_grid", folder), config.panels):
             print("\n".join(profile(panel)))
     elif plan:
-        print("\n".join(plan_lines(config.table(name, folder), config.panels)))
+        for line in plan_lines(config.table(name, folder), config.panels):
+            _log(line)
     else:
         switches = {"resume": resume, "mix_code": mix_code, "submit": submit}
         reproduce(name, folder, config, results=results, echo=_log, **switches)
@@ -434,8 +435,8 @@ def _demo(given: Table, *, out: str = "runs/demo") -> None:
     """Compare AdamW and SEL on a small model, in minutes, without a download.
 
     The data are the sources of the running Python's standard library. AdamW, SEL's default and the paper's method are
-    trained on them at three learning rates each, in about three minutes on two idle cores. After an interruption the
-    same command continues.
+    trained on them at three learning rates each. Some steps are timed first, and the runs have as many as take about
+    four minutes, or what --steps says. After an interruption the same command continues.
 
     Args:
         out: folder for the results

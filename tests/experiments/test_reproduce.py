@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -7,6 +8,8 @@ from executors import executed, in_process  # noqa: F401 (a fixture)
 from symexplin.experiments.reproduce import ReproduceConfig, plan_lines, reproduce
 from symexplin.experiments.tables import load_table, read_table
 from symexplin.lab.compare import sweep
+from symexplin.lab.data.batches import Corpus
+from symexplin.lab.pace import Pace
 
 SMALL = {
     "model": {"width": 16, "depth": 1, "heads": 2, "context": 8},
@@ -125,12 +128,32 @@ def test_a_mistake_leaves_no_folder(data, tmp_path):
     assert not out.parent.exists()
 
 
-def test_the_plan_counts_runs_and_tokens_and_says_every_claim_and_assumption():
+def test_the_plan_counts_runs_and_tokens_and_hours_and_says_every_claim_and_assumption(monkeypatch):
+    asked = []
+
+    def measured(configs, vocab_size):
+        asked.append(vocab_size)
+        return [Pace(10.0, 0.1), None, None, None][: len(configs)]
+
+    monkeypatch.setattr("symexplin.experiments.reproduce.measure", measured)
     table = load_table("frozen", "mini")
-    assert "64x2: AdamW" not in "\n".join(plan_lines(load_table("main_grid", "mini"), ["64x4"]))
     text = "\n".join(plan_lines(table))
     # Eight variants at four rates with three seeds.
     assert "up to 96 runs of 600 steps, 614,400 tokens each" in text
-    assert "in all: up to 96 runs, 58,982,400 tokens" in text
+    # 48 times 10 s, 600 steps and 11 evaluations on 32 batches of a third of a step each.
+    assert "in all: up to 96 runs, 58,982,400 tokens; about 1.1 h on this machine with 2 jobs at a time\n" in text
     assert all(sentence in text for sentence in table.assumptions.values())
     assert all(claim.text in text for claim in table.claims)
+    text = "\n".join(plan_lines(load_table("main_grid", "mini")))
+    assert len(re.findall(r"(?m)^64x2: AdamW.*; about 0.9 h$", text)) == 1
+    assert len(re.findall("(?m); hours not measured here$", text)) == 4  # of the other sizes, and so of all
+    assert "64x2: AdamW" not in "\n".join(plan_lines(load_table("main_grid", "mini"), ["64x4"]))
+    "".join(plan_lines(load_table("frozen", "paper")))
+    assert asked == [256, 256, 256, 50_257]
+
+
+def test_the_plan_of_prepared_data_has_their_vocabulary(data, monkeypatch):
+    asked = []
+    monkeypatch.setattr("symexplin.experiments.reproduce.measure", lambda *given: asked.append(given) or [None])
+    "".join(plan_lines(tiny(data).table("optimizer_equivalence", "out")))
+    assert asked[0][1] == Corpus.load(data).vocab_size

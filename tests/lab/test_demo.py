@@ -1,3 +1,4 @@
+import dataclasses
 import html
 
 import pytest
@@ -8,6 +9,7 @@ from symexplin.lab.compare.comparison import Comparison
 from symexplin.lab.data.batches import Corpus, eval_batches
 from symexplin.lab.demo import DemoConfig, run_demo
 from symexplin.lab.evaluate import evaluate
+from symexplin.lab.pace import Pace
 from symexplin.lab.provenance import cores
 from symexplin.lab.weights import load_model
 
@@ -105,6 +107,34 @@ def test_a_finished_one_is_told_again_and_other_settings_are_refused(finished, t
     with pytest.raises(ValueError, match=r"out must be a new folder for another configuration.*sources"):
         run_demo(folder, tiny("stdlib"))
     assert before.items() <= everything(folder).items()
+
+
+def test_its_size_is_that_of_this_machine_and_stays_the_same_after_an_interruption(text, tmp_path, monkeypatch):
+    config = tiny(text, steps=None, lrs=(1e-3,), variants=("AdamW", "default"))
+    # Two runs of 84 steps and 13 evaluations on 8 batches, of a third of a step each: 214 s; 96 steps would take 235 s.
+    step = 0.9 * config.comparison("").compare.jobs
+    monkeypatch.setattr("symexplin.lab.demo.measure", lambda configs: [Pace(0.0, step) for _ in configs])
+    lines = []
+
+    def stop(line):
+        lines.append(line)
+        if line.startswith("2/2 default lr 0.001 seed 0: step 7/84"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_demo(tmp_path / "chosen", config, echo=stop)
+    assert any(line.startswith("2 runs of 84 steps take about 4 min here") for line in lines)
+    monkeypatch.setattr("symexplin.lab.demo.measure", None)
+    again = run_demo(tmp_path / "chosen", config)
+    given = run_demo(tmp_path / "given", dataclasses.replace(config, steps=84))
+    assert losses(again) == losses(given)
+
+
+@pytest.mark.parametrize(("pace", "steps"), [(Pace(1.0, 1e-3), 120), (Pace(1.0, 100.0), 60), (None, 60)])
+def test_its_size_has_bounds(pace, steps, text, tmp_path, monkeypatch):
+    monkeypatch.setattr("symexplin.lab.demo.measure", lambda _: [pace])
+    demo = run_demo(tmp_path, tiny(text, steps=None, lrs=(1e-3,), variants=("AdamW", "default")))
+    assert all(run.curve[-1][0] == steps for run in demo.runs)
 
 
 def test_one_interrupted_in_its_preparation_begins_again(text, tmp_path, monkeypatch):

@@ -8,16 +8,19 @@ What needs torch is imported where it is used, so that the help of the command c
 """
 
 import contextlib
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from symexplin.checks import check_choice
 from symexplin.experiments.results import append_results, check_results
 from symexplin.experiments.tables import DATA, PANELS, TABLE, Panel, ScaleName, Table, load_table
+from symexplin.lab.config import PrepareConfig
 from symexplin.lab.files import read_json, write_json
 from symexplin.lab.folders import LOCK, check_unused, claimed
 from symexplin.lab.identity import check_config
+from symexplin.lab.pace import measure
 from symexplin.lab.settings import Count, Pairs, Positive, Schema, Whole, from_table, merge
 
 __all__ = ["ReproduceConfig", "chosen", "plan_lines", "reproduce"]
@@ -30,7 +33,7 @@ class ReproduceConfig(Schema):
     """How to run a table. Keys that are not given are the scale's, see configs/protocols.toml.
 
     Args:
-        scale: "mini" (two CPU cores, about an hour at most), "paper" (the paper's protocol) or "h200" (one large GPU).
+        scale: "mini" (two CPU cores; --plan says the hours), "paper" (the paper's protocol) or "h200" (one large GPU).
         data: a folder that `symexplin prepare` made, or sources of text for it.
         panels: those to run now; the others stay for later.
         variants: those to run, the baseline among them.
@@ -75,25 +78,47 @@ class ReproduceConfig(Schema):
         return load_table(name, self.scale, out=out, data=self.prepared, changes=merge(changes, self.set))
 
 
-def plan_lines(table: Table[Panel], names: Collection[str] = ()) -> list[str]:
-    """Return the runs and assumptions of a table, or of its panels of these `names`, as lines of text."""
-    lines = [f"{table.name} ({table.scale}): {table.title}", table.place or "beyond the paper", table.about, ""]
-    runs = tokens = 0
-    for panel in chosen(table, names):
+def plan_lines(table: Table[Panel], names: Collection[str] = ()) -> Iterator[str]:
+    """Yield the runs and assumptions of a table, or of its panels of these `names`, as lines of text.
+
+    The hours follow from the time of some steps, which are trained meanwhile (:func:`symexplin.lab.pace.measure`).
+    """
+    panels = chosen(table, names)
+    yield from (f"{table.name} ({table.scale}): {table.title}", table.place or "beyond the paper", table.about, "")
+    configs = [panel.config for panel in panels]
+    paces = measure(configs, _vocab_size(table, configs[0].data))
+    runs, tokens, seconds = 0, 0, 0.0
+    for panel, pace in zip(panels, paces, strict=True):
         grid, steps = panel.config.compare, panel.config.train.steps
         each = steps * panel.config.train.batch_size * panel.config.model.context
-        runs, tokens = runs + grid.most_runs, tokens + grid.most_runs * each
+        own = pace.seconds(panel.config) if pace else math.nan
+        runs, tokens, seconds = runs + grid.most_runs, tokens + grid.most_runs * each, seconds + own
         confirm = f" then {' '.join(map(str, grid.confirm_seeds))} at the best" if grid.confirm_seeds else ""
-        lines.append(
+        yield (
             f"{panel.name}: {', '.join(grid.variants)}; lrs {' '.join(f'{lr:g}' for lr in grid.lrs)}; "
             f"seeds {' '.join(map(str, grid.seeds))}{confirm}; up to {grid.most_runs} runs of {steps:,} steps, "
-            f"{each:,} tokens each"
+            f"{each:,} tokens each; {_hours(own)}"
         )
-    lines.append(f"in all: up to {runs:,} runs, {tokens:,} tokens")
+    jobs = configs[0].compare.jobs or 1
+    place = "" if math.isnan(seconds) else f" on this machine with {jobs} {'job' if jobs == 1 else 'jobs'} at a time"
+    yield f"in all: up to {runs:,} runs, {tokens:,} tokens; {_hours(seconds)}{place}"
     if table.claims:
-        lines += ["", "claims of the paper:", *(f"  {claim.text} ({claim.place})" for claim in table.claims)]
-    lines += ["", "assumptions:", *(f"  {key}: {text}" for key, text in table.assumptions.items())]
-    return lines
+        yield from ("", "claims of the paper:", *(f"  {claim.text} ({claim.place})" for claim in table.claims))
+    yield from ("", "assumptions:", *(f"  {key}: {text}" for key, text in table.assumptions.items()))
+
+
+def _vocab_size(table: Table[Panel], data: str) -> int:
+    """Return the number of tokens that the data of a table have, or will have."""
+    if not table.data:
+        from symexplin.lab.data.batches import read_dataset
+
+        return int(read_dataset(Path(data))["tokenizer"]["vocab_size"])
+    named = {"byte": 256, "gpt2": 50_257}.get(table.data["tokenizer"])
+    return named or int(table.data.get("vocab_size", PrepareConfig.vocab_size))
+
+
+def _hours(seconds: float) -> str:
+    return "hours not measured here" if math.isnan(seconds) else f"about {max(seconds / 3600, 0.1):,.1f} h"
 
 
 def reproduce(

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from symexplin.lab.compare.grid import DEMO, CompareConfig, GridConfig
+from symexplin.lab.compare.grid import CONFIG, DEMO, CompareConfig, GridConfig
 from symexplin.lab.config import ComputeConfig, LogConfig, ModelConfig, TrainConfig
 from symexplin.lab.files import replace_file
 from symexplin.lab.folders import claimed
+from symexplin.lab.pace import measure
 from symexplin.lab.provenance import cores
-from symexplin.lab.settings import Count, Positive, Schema, Whole
+from symexplin.lab.settings import Count, Positive, Schema, Whole, load_toml
 
 if TYPE_CHECKING:
     from symexplin.lab.compare.comparison import Comparison
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
 __all__ = ["DemoConfig", "run_demo"]
 
 _EVALUATIONS, _SAMPLE_LENGTH, _MOST_JOBS = 12, 400, 2
+_SIZES = range(120, 48, -12)  # steps of a run, if they are not given: whole multiples of the evaluations
+_SECONDS = 220  # of all runs: four minutes with the data and the report
 _DATA, _SAMPLE = "data", "sample.txt"
 
 
 @dataclass(frozen=True)
 class DemoConfig(Schema):
-    """What the demo compares; the defaults take about three minutes on two idle cores.
+    """What the demo compares; the defaults take about four minutes.
 
     Args:
         data: "stdlib" (your Python's own sources), a file (documents separated by NUL) or a folder.
@@ -35,7 +38,7 @@ class DemoConfig(Schema):
         depth: blocks of the model.
         heads: attention heads.
         context: longest sequence, in bytes.
-        steps: optimizer steps of each run.
+        steps: optimizer steps of each run. Default: 60 to 120, as many as take about four minutes on this machine.
         batch_size: sequences per optimizer step.
     """
 
@@ -47,7 +50,7 @@ class DemoConfig(Schema):
     depth: Count = 4
     heads: Count = 4
     context: Count = 128
-    steps: Count = 120
+    steps: Count | None = None
     batch_size: Count = 16
 
     def __post_init__(self) -> None:
@@ -57,10 +60,11 @@ class DemoConfig(Schema):
 
     def comparison(self, data: str) -> CompareConfig:
         """Return the comparison on the prepared folder `data`; its numbers are the same on every CPU's float32."""
+        steps = self.steps or _SIZES[0]
         return CompareConfig(
             data,
             model=ModelConfig(width=self.width, depth=self.depth, heads=self.heads, context=self.context),
-            train=TrainConfig(self.steps, self.batch_size, eval_every=max(1, self.steps // _EVALUATIONS)),
+            train=TrainConfig(steps, self.batch_size, eval_every=max(1, steps // _EVALUATIONS)),
             compute=ComputeConfig(device="cpu", threads=1, autocast="off"),
             log=LogConfig(tensorboard=False, keep=1),
             compare=GridConfig(self.variants, self.lrs, (self.seed,), jobs=min(_MOST_JOBS, cores())),
@@ -71,7 +75,8 @@ def run_demo(out: str | Path, config: DemoConfig, echo: Callable[[str], None] = 
     """Prepare the data, compare, and sample from the best curved model; return the comparison.
 
     The folder `out` becomes that of a comparison (:mod:`symexplin.lab.compare.sweep`) with the prepared `data/` and
-    `sample.txt`. A demo that was interrupted is continued, a finished one is reported again.
+    `sample.txt`. A demo that was interrupted is continued with the same number of steps, a finished one is reported
+    again.
     """
     # The help of the command needs the configuration alone.
     from symexplin.lab.compare.comparison import Comparison
@@ -87,6 +92,7 @@ def run_demo(out: str | Path, config: DemoConfig, echo: Callable[[str], None] = 
         text = PrepareConfig((config.data,), tokenizer="byte", valid_fraction=0.05, seed=0)
         prepare(text, folder / _DATA, echo=echo)
         replace_file(folder / DEMO, "")
+        config = dataclasses.replace(config, steps=config.steps or _steps(config, folder / CONFIG, echo))
         compare(Laboratory(config.comparison(str(folder / _DATA))), folder, resume=True, mix_code=True, echo=echo)
         comparison = Comparison.load(folder)
         best = comparison.leader(comparison.variants[1:])
@@ -103,3 +109,17 @@ def run_demo(out: str | Path, config: DemoConfig, echo: Callable[[str], None] = 
         replace_file(folder / _SAMPLE, words + "\n")
     echo(f"plain weights: {comparison.folder_of(run) / MODEL}")
     return comparison
+
+
+def _steps(config: DemoConfig, begun: Path, echo: Callable[[str], None]) -> int:
+    """Return the steps of the comparison that was begun, or as many as this machine takes in the time of a demo."""
+    if begun.exists():
+        return int(load_toml(begun)["train"]["steps"])
+    (pace,) = measure([config.comparison("")])
+    if pace is None:  # a larger model
+        return _SIZES[-1]
+    seconds = {steps: pace.seconds(dataclasses.replace(config, steps=steps).comparison("")) for steps in _SIZES}
+    steps = next((steps for steps in _SIZES if seconds[steps] <= _SECONDS), _SIZES[-1])
+    runs, minutes = config.comparison("").compare.most_runs, max(1, round(seconds[steps] / 60))
+    echo(f"{runs} runs of {steps} steps take about {minutes} min here, at {pace.step:.2f} s a step")
+    return steps
