@@ -33,6 +33,12 @@ _PAGES = {  # pages made from files outside docs/
     "project/benchmarks.md": "benchmarks/README.md",
 }
 _PAGE_OF = {source: page for page, source in _PAGES.items()}
+# On the home page, below its first paragraph.
+_BUTTONS = """\
+[What to do with your model](#your-model-and-what-to-do){ .md-button .md-button--primary }
+[Compare any optimizer](#compare-any-optimizer-on-your-own-script){ .md-button }
+
+![The map of the default; trained weights, of which the largest grow further](docs/images/idea.svg)"""
 _LINK = re.compile(
     r"(?P<image>!?)\[(?P<text>(?:[^\[\]]|\[[^\[\]]*\])*)\]\((?!https?:|#|mailto:)(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?\)"
 )
@@ -68,6 +74,9 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     files.append(File.generated(config, "reference/command-line.md", content=help_text))
     for name, path in _PAGES.items():
         text = (_ROOT / path).read_text(encoding="utf-8")
+        if path == "README.md":
+            title, first, rest = text.split("\n\n", 2)
+            text = f"{title}\n\n{first}\n\n{_BUTTONS}\n\n{rest}"
         if path == "CITATION.cff":
             text = f"# Citation\n\nThe file `CITATION.cff`, which citation managers read:\n\n```yaml\n{text}```\n"
         files.append(File.generated(config, name, content=text))
