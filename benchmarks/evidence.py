@@ -10,7 +10,6 @@ what the tables of README and docs show; `results/experiments.md` has every vari
 
 import argparse
 import functools
-import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -94,7 +93,7 @@ class Group:
         if [name for name, _ in self.variants].count(variant) > 1:
             variant = f"{variant} ({experiment.key.commit})"
         interval = row.interval
-        half = "" if math.isinf(interval.half_width) else f" ± {interval.half_width:.4f}"
+        half = "" if not interval.has_verdict else f" ± {interval.half_width:.4f}"
         paired = [seed for seed, delta in zip(row.seeds, row.deltas, strict=True) if delta is not None]
         other = f" (seed{'s' * (len(paired) > 1)} {', '.join(map(str, paired))})"
         seeds = "" if paired == [*self.baseline.seeds] else other
@@ -284,7 +283,7 @@ def draw_difference(axes: Axes, y: float, ours: Difference, color: str) -> None:
     """Draw a dot for each seed and a bar for the interval, if there is one."""
     full, hollow, bar = LOOKS.values()
     interval = ours.interval
-    if not math.isinf(interval.half_width):
+    if interval.has_verdict:
         axes.plot([interval.low, interval.high], [y, y], color=color, solid_capstyle="butt", zorder=2, **bar)
     for seed, value in ours.by_seed.items():
         look = hollow if seed in ours.chose else full

@@ -1,6 +1,5 @@
 """Differences in held-out loss, from the rows of results/mini.csv, by the rule of symexplin.lab.compare.interval."""
 
-import math
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +99,7 @@ class Difference:
     def _mean(self) -> str:
         interval = self.interval
         mean = f"{interval.mean:+z.3f}"
-        if math.isinf(interval.half_width):
+        if not interval.has_verdict:
             return mean
         mean += f" ± {interval.half_width:.3f}"
         return f"**{mean}** {interval.verdict}" if interval.decides else f"{mean} {interval.words.replace(':', ',')}"

@@ -1,6 +1,5 @@
 """The report of a table: the measured losses beside the paper's, and a verdict on each claim."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -174,7 +173,7 @@ def _measured(row: Row, compared_at: str) -> dict[str, Any]:
         "lr": row.lr,
         "seeds": list(row.seeds),
         **{key: getattr(row, key) for key in ("finite", "loss", "spread", "delta", "speedup", "reached")},
-        "least": None if interval is None or math.isinf(interval.half_width) else interval.half_width,
+        "least": None if interval is None or not interval.has_verdict else interval.half_width,
         "shown": "not finite" if interval is None else interval.words,
     }
 

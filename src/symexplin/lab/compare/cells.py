@@ -1,6 +1,5 @@
 """The cells of a comparison's tables: the same as plain text, on a page and in a CSV file."""
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -108,7 +107,7 @@ def _signed(comparison: Comparison, value: float | None) -> Cell:
 
 
 def _interval(comparison: Comparison, row: Row) -> Cell:
-    if row.interval is None or math.isinf(row.interval.half_width):
+    if row.interval is None or not row.interval.has_verdict:
         return _NONE
     low, high = (comparison.shown(end, "+") for end in (row.interval.low, row.interval.high))
     apart = "from its own seeds alone" if row.interval.family > row.interval.pooled == 1 else ""

@@ -433,7 +433,7 @@ class Comparison:
         return ending
 
     def _verdict(self, interval: Interval) -> str:
-        if math.isinf(interval.half_width):
+        if not interval.has_verdict:
             return interval.words
         low, high, least = (self.shown(end, "+") for end in (interval.low, interval.high, interval.half_width))
         words = f"{interval.words}; 99% interval {low} to {high}"
@@ -446,7 +446,7 @@ def _saved(row: Row) -> dict[str, Any]:
     interval = row.interval
     if interval is None:
         return dataclasses.asdict(row)
-    low, high = (None, None) if math.isinf(interval.half_width) else (interval.low, interval.high)
+    low, high = (None, None) if not interval.has_verdict else (interval.low, interval.high)
     return dataclasses.asdict(row) | {"interval": {"verdict": interval.words, "low": low, "high": high}}
 
 

@@ -66,6 +66,11 @@ class Interval:
         return math.inf if self._obstacle else self._half_width(len(self.values))
 
     @property
+    def has_verdict(self) -> bool:
+        """Whether these seeds can judge: enough, not all alike, and none chose."""
+        return not self._obstacle
+
+    @property
     def _obstacle(self) -> str:
         """Why these numbers have no verdict, if they have none."""
         if self.chose:
@@ -124,7 +129,7 @@ class Interval:
         return f"about {more} more seed{'s' * (more > 1)} would settle a difference of this size"
 
     def __str__(self) -> str:
-        if math.isinf(self.half_width):
+        if not self.has_verdict:
             return f"{self.mean:+z.4f}"
         return f"{self.mean:+z.4f} (99%: {self.low:+z.4f} to {self.high:+z.4f})"
 
