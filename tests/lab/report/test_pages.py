@@ -36,7 +36,7 @@ def test_the_tables_of_a_comparison_hold_the_numbers_and_the_map(tmp_path):
     told = "curved in the modules; mismatch, beta 2.652, l 0.3535, e learned (row, k 30 to 10), mismatched start"
     assert ["map of SEL", told] in page.rows
     found = Comparison.load(tmp_path)
-    card, _, after = page.text.partition("At the best learning rate of all")
+    card, _, after = page.text.partition("At learning rate 0.01, the best for all")
     assert all(sentence in card for sentence in found.verdict)
     assert all(sentence in after for sentence in found.notes)
     assert "There is no verdict, since these seeds chose the learning rates" in card

@@ -110,7 +110,7 @@ def _interval(comparison: Comparison, row: Row) -> Cell:
     if row.interval is None or not row.interval.has_verdict:
         return _NONE
     low, high = (comparison.shown(end, "+") for end in (row.interval.low, row.interval.high))
-    apart = "from its own seeds alone" if row.interval.family > row.interval.pooled == 1 else ""
+    apart = "varies more than the others" if row.interval.family > row.interval.pooled == 1 else ""
     return Cell(f"{low} to {high}", row.interval.half_width, note="; ".join(filter(None, (apart, row.interval.advice))))
 
 
@@ -119,4 +119,4 @@ def _speedup(row: Row) -> Cell:
         return Cell(f"{row.speedup:.2f}x", row.speedup)
     if not row.finite or row.reached == len(row.seeds):  # before the first step
         return _NONE
-    return Cell("not in every seed" if row.reached else "not reached")
+    return Cell("by some seeds" if row.reached else "not reached")

@@ -286,8 +286,8 @@ class Comparison:
     def tables(self) -> list[tuple[str, tuple[Row, ...]]]:
         """The titles and rows of the tables to show: one if all variants have the same best learning rate."""
         if self.shared == self.best:
-            rate = "learning rate" if len(self.lrs) == 1 else "the best learning rate of all,"
-            return [(f"At {rate} {self.shared_lr:g}", self.best)]
+            best = "" if len(self.lrs) == 1 else ", the best for all"
+            return [(f"At learning rate {self.shared_lr:g}{best}", self.best)]
         shared = f"At the shared learning rate, {self.shared_lr:g}"
         return [(shared, self.shared), ("Each at its own best learning rate", self.best)]
 
@@ -357,7 +357,8 @@ class Comparison:
             return [self._at_own_lr(row) for row in others]
         first = self._at_own_lr(leader)
         if len(others) > 1:
-            first = f"Of {len(others)} variants, {self.label(leader.variant)} has the lowest loss. {first}"
+            name, baseline = self.label(leader.variant), self.label(base.variant)
+            first = f"Of {len(others)} variants beside {baseline}, {name} has the lowest loss. {first}"
         if leader.interval is not None and leader.interval.chose:
             return [first, f"There is no verdict, since {CHOSE}."]
         if len(leader.seeds) < ENOUGH_SEEDS:
@@ -401,13 +402,10 @@ class Comparison:
     def _at_own_lr(self, row: Row) -> str:
         if row.lr is None:
             return f"No learning rate tried kept {self.label(row.variant)} finite in every seed."
-        if len(self.lrs) == 1:
-            rate = "learning rate"
-        elif row.lr == self.shared_lr:
-            rate = "the best learning rate of both,"
-        else:
-            rate = "its best learning rate,"
-        return f"At {rate} {row.lr:g}, {self._result(row)}."
+        if row.lr != self.shared_lr:
+            return f"At its best learning rate, {row.lr:g}, {self._result(row)}."
+        best = "" if len(self.lrs) == 1 else " the best for both,"
+        return f"At learning rate {row.lr:g},{best} {self._result(row)}."
 
     def _at_shared_lr(self, variant: str) -> str:
         row = self.shared[self.variants.index(variant)]
@@ -420,12 +418,13 @@ class Comparison:
             if one.loss is None:
                 lost = f" in {count - one.finite} of {count} seeds" if count > 1 else ""
                 return f"{self.label(one.variant)} did not stay finite{lost}"
-        assert row.delta is not None  # both are whole
+        own, other = row.loss, baseline.loss
+        assert own is not None and other is not None and row.delta is not None  # noqa: PT018
         side = "below" if row.delta < 0 else "above"
         gap, least = self.shown(abs(row.delta)), 10.0 ** -decimals(baseline.loss)
         place = "equal to" if not row.delta else f"{gap} {side}" if float(gap) else f"within {least:g} of"
         name, base = self.label(row.variant), self.label(self.baseline)
-        ending = f"{name} ends at {self.shown_loss(row)}, {place} {base}'s {self.shown_loss(baseline)}"
+        ending = f"{name} ends at {self.shown(own)}, {place} {base}'s {self.shown(other)}"
         if row.interval is not None and count >= ENOUGH_SEEDS and not row.interval.chose:
             ending += f" ({self._verdict(row.interval)})"
             if row.interval.verdict == BETTER and row.speedup is not None:
