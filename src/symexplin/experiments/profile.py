@@ -60,7 +60,9 @@ class _Step:
         train, context = self.config.train, self.config.model.context
         shape = (train.batch_size // train.accumulation, context)
         generator = torch.Generator("cpu").manual_seed(0)
-        tokens = (torch.randint(_VOCABULARY, shape, generator=generator, device="cpu") for _ in range(2))
+        tokens = (
+            torch.randint(_VOCABULARY, shape, generator=generator, dtype=torch.int64, device="cpu") for _ in range(2)
+        )
         self._inputs = [each.to(self._device) for each in tokens]
 
     def take(self) -> tuple[float, ...]:

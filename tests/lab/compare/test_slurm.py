@@ -66,8 +66,14 @@ class Comparison:
 
         wait_for(none_left, 90)
 
-    def log(self, variant):
-        return (self.out / "processes" / f"{variant}-lr0.1-seed0.log").read_text()
+    def finished(self):
+        """Return the comparison, whose runs a busy machine may take to the end of their time."""
+        for _ in range(3):
+            self.wait()
+            _, found = self.go()
+            if found is not None:
+                return found
+        raise AssertionError("it does not end")
 
     def curve(self, found, variant):
         (run,) = found.at(variant, 0.1).values()
@@ -100,9 +106,7 @@ def test_both_stages_are_submitted_and_collected_and_nothing_runs_twice(tmp_path
 def test_at_its_time_limit_a_run_that_resumes_goes_on_and_another_has_failed(tmp_path):
     """With a minute in all the signal comes at once."""
     comparison = Comparison(tmp_path, ["base", "good"], 120, walltime=1, requeue=True, compare={"jobs": 2})
-    comparison.wait()
-    _, found = comparison.go()
-    assert comparison.curve(found, "base")[0][0] > 0  # it went on from there
+    assert comparison.curve(comparison.finished(), "base")[0][0] > 0  # it went on from there
     forgets = tmp_path / "forgets"
     forgets.mkdir()
     comparison = Comparison(forgets, ["base", "good"], 120, walltime=1)
@@ -118,8 +122,7 @@ def test_a_preempted_run_saves_itself_and_goes_on_and_a_cancelled_one_takes_no_o
     wait_for(lambda: list(queued(comparison.out).values()).count(f"running on {node()}") == 2)
     said("sbatch", "--partition=high", "--ntasks=2", "--wrap=sleep 2")
     wait_for(lambda: "stopped" in "".join(path.read_text() for path in comparison.out.glob("processes/*.log")))
-    comparison.wait()
-    _, found = comparison.go()
+    found = comparison.finished()
     assert max(comparison.curve(found, variant)[0][0] for variant in ("base", "good")) > 0
 
     other = tmp_path / "other"
@@ -134,9 +137,7 @@ def test_a_preempted_run_saves_itself_and_goes_on_and_a_cancelled_one_takes_no_o
     ]
     lines, _ = comparison.go()
     assert "1 run submitted as job" in lines[-1]
-    comparison.wait()
-    _, found = comparison.go()
-    assert found is not None
+    comparison.finished()
 
 
 def node():
