@@ -7,11 +7,13 @@ the folder where it is executed and the digests of the files that the words name
 import functools
 import hashlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from symexplin.lab.files import file_digest
+from symexplin.lab.files import file_digest, read_json, write_json
+from symexplin.lab.folders import FACTS
 from symexplin.lab.provenance import provenance
 from symexplin.lab.settings import differences
 
@@ -132,3 +134,14 @@ def mixed(changed: Sequence[str], runs: Sequence[str], out: str | Path) -> Value
         f"out must be a new folder for other code, got {str(out)!r}: since {runs[0]}{others} began, "
         f"{' and '.join(changed)} changed; --mix-code goes on all the same"
     )
+
+
+def _again(folder: Path) -> None:
+    """Write the identity of the command's run in a folder anew, as its job begins."""
+    facts = read_json(folder / FACTS)
+    words = [word.replace(_OUT, str(folder)) for word in facts["command"]]
+    write_json(folder / FACTS, of_command(words, Path(facts["folder"]), folder))
+
+
+if __name__ == "__main__":
+    _again(Path(sys.argv[1]).resolve())

@@ -70,11 +70,15 @@ def test_a_script_for_each_wish_asks_slurm_for_it(tmp_path):
     everywhere = {"partition=wide", "cpus-per-task=3", "time=20", "mem=4G", "qos=low", "exclusive", "signal=TERM@60"}
     assert everywhere | {"array=1-2%2", "gpus-per-node=1", "no-requeue"} <= options(first)
     assert everywhere | {"array=1-1%2", "gpus-per-node=8"} <= options(second)
-    written([task(tmp_path, "a", resumes=True), task(tmp_path, "b", resumes=True, requeue=False)], tmp_path)
+    edited = first.read_text().replace("time=20", "time=30")
+    first.write_text(edited)
+    written(tasks, tmp_path, at_a_time=2)
+    assert first.read_text() == edited
+    again = [task(tmp_path, "a", resumes=True), task(tmp_path, "b", resumes=True, requeue=False)]
+    written(again, tmp_path)  # neither script was submitted
+    assert sorted(path.name for path in (tmp_path / "cluster").iterdir()) == ["1", "2"]
     assert {"requeue", "time=240", "array=1-1"} <= options(first)
     assert "no-requeue" in options(second)
-    written([task(tmp_path, "a")], tmp_path)  # neither script was submitted
-    assert not second.exists()
 
 
 def test_a_task_counts_as_a_process_here_would(tmp_path, program):
@@ -102,6 +106,7 @@ def test_a_task_counts_as_a_process_here_would(tmp_path, program):
     assert json.loads(tasks[0].file(".json").read_text())["seconds"] >= 0
     assert tasks[1].file(".log").read_text() == "three\n"
 
+    assert executed(out / "cluster" / "1" / "array.sh", 9) == 0  # an array that somebody has made longer
     tasks[0].result.write_text("kept")
     assert executed(out / "cluster" / "1" / "array.sh", 1) == 0  # submitted twice
     assert tasks[0].result.read_text() == "kept"
@@ -111,7 +116,8 @@ def test_what_is_queued_is_told_and_not_written_again(tmp_path, program):
     tasks = [task(tmp_path, name) for name in "abc"]
     written(tasks, tmp_path)
     script = tmp_path / "cluster" / "1" / "array.sh"
-    lines = f"1|PENDING|Resources||{script}|\n2|RUNNING|None|node1|{script}|\n1|RUNNING|None|node1|/other/array.sh|"
+    entries = [f"9|PENDING|Resources||{script}|", f"1|PENDING|Resources||{script}|", f"2|RUNNING|None|node1|{script}|"]
+    lines = "\\n".join([*entries, "1|RUNNING|None|node1|/other/array.sh|"])
     program("squeue", f"echo '{lines}'")
     jobs = queued(tmp_path)
     assert jobs == {tasks[0].folder: "waits (Resources)", tasks[1].folder: "running on node1"}

@@ -1,6 +1,6 @@
 """The cells of a comparison's tables: the same as plain text, on a page and in a CSV file."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from symexplin.lab.compare.comparison import Comparison, Row
@@ -61,7 +61,7 @@ def cells(comparison: Comparison, rows: Sequence[Row]) -> list[Column]:
         "seconds": [_number(row.seconds, ",.1f") for row in rows],
     }
     extra = dict.fromkeys(key for row in rows for key in row.extra)
-    columns |= {key: [_number(row.extra.get(key), ".4g") for row in rows] for key in extra}
+    columns |= {_own(key, columns): [_number(row.extra.get(key), ".4g") for row in rows] for key in extra}
     return [(heading, column) for heading, column in columns.items() if any(cell.text for cell in column)]
 
 
@@ -78,7 +78,7 @@ def run_cells(comparison: Comparison) -> list[Column]:
         "seconds": [_number(run.seconds, ",.1f") for run in runs],
     }
     extra = dict.fromkeys(key for run in runs for key in run.extra)
-    columns |= {key: [_number(run.extra.get(key), ".4g") for run in runs] for key in extra}
+    columns |= {_own(key, columns): [_number(run.extra.get(key), ".4g") for run in runs] for key in extra}
     return [(heading, column) for heading, column in columns.items() if any(cell.text for cell in column)]
 
 
@@ -91,6 +91,11 @@ def text_table(comparison: Comparison) -> str:
         grid += [[cell.text or "-" for cell in line] for line in zip(*(column for _, column in columns), strict=True)]
         lines += [title, *(f"  {line}" for line in format_columns(grid).splitlines())]
     return "\n".join(lines)
+
+
+def _own(key: str, columns: Collection[str]) -> str:
+    """Return the heading of a user's own number."""
+    return f"{key} (of result.json)" if key in columns else key
 
 
 def _variant(comparison: Comparison, row: Row) -> Cell:

@@ -5,11 +5,13 @@ cluster/1/array.sh     what sbatch takes: an array with a task for each line; 1.
 cluster/2/             the same for runs that were missing later
 """
 
+import hashlib
 import shlex
 import shutil
 import subprocess
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import jinja2
@@ -48,8 +50,12 @@ def queued(out: Path) -> dict[Path, str]:
     for line in done.stdout.splitlines():
         index, state, reason, nodes, command, *_ = line.strip().split("|")
         if (place := Path(command).resolve().parent) in places:
-            run = _folders(place)[int(index) - 1]
-            states[out / run] = f"waits ({reason})" if state == "PENDING" else f"{state.lower()} on {nodes}"
+            runs = dict(enumerate(_folders(place), start=1))
+            if int(index) not in runs:  # of an array that somebody has made longer
+                continue
+            states[out / runs[int(index)]] = (
+                f"waits ({reason})" if state == "PENDING" else f"{state.lower()} on {nodes}"
+            )
     return states
 
 
@@ -78,11 +84,16 @@ def hand_over(
     groups: dict[str, list[Task]] = {}
     for task in missing:
         groups.setdefault(repr((task.cluster, task.resumes)), []).append(task)
-    _remove_unused(out, jobs)
+    arrays = {_mark(group, at_a_time): group for group in groups.values()}
+    kept = _unused(out, jobs, arrays)
     last = max((int(place.name) for place in out.glob(f"{_CLUSTER}/*")), default=0)
-    for number, group in enumerate(groups.values(), start=last + 1):
-        script = _write(group, out.resolve() / _CLUSTER / str(number), out.resolve(), at_a_time)
-        shown = out / _CLUSTER / str(number) / _SCRIPT
+    for mark, group in arrays.items():
+        if mark not in kept:
+            last += 1
+            kept[mark] = out / _CLUSTER / str(last)
+            _write(group, mark, kept[mark].resolve(), out.resolve(), at_a_time)
+        shown = kept[mark] / _SCRIPT
+        script = shown.resolve()
         count, end = _runs(len(group)), "--resume collects what has ended"
         if submit:
             echo(f"{count} submitted as job {_submit(script)} ({shown}); {end}")
@@ -99,16 +110,29 @@ def _folders(place: Path) -> list[str]:
     return [line.partition("\t")[0] for line in (place / _RUNS).read_text().splitlines()]
 
 
-def _remove_unused(out: Path, jobs: Mapping[Path, str]) -> None:
-    """Remove scripts that were never submitted: they would start runs a second time."""
+def _mark(tasks: Sequence[Task], at_a_time: int | None) -> str:
+    """Return what tells an array from others: a digest of its runs and of what they ask for."""
+    about = repr((at_a_time, tasks[0].cluster, tasks[0].resumes, [_shell(task) for task in tasks]))
+    return hashlib.sha256(about.encode()).hexdigest()[:16]
+
+
+def _unused(out: Path, jobs: Mapping[Path, str], marks: Collection[str]) -> dict[str, Path]:
+    """Return by mark the arrays that were never submitted, which a user may have edited; remove all others of these."""
+    kept: dict[str, Path] = {}
     for place in out.glob(f"{_CLUSTER}/*"):
-        in_queue = (place / _SCRIPT).exists() and any(out / run in jobs for run in _folders(place))
-        if not in_queue and not any(place.glob("*.log")):
-            shutil.rmtree(place)
+        text = (place / _SCRIPT).read_text() if (place / _SCRIPT).exists() else ""
+        in_queue = text and any(out / run in jobs for run in _folders(place))
+        if in_queue or any(place.glob("*.log")):
+            continue
+        if mark := next((mark for mark in marks if mark in text), None):
+            kept[mark] = place
+        else:
+            shutil.rmtree(place)  # it would start runs a second time
+    return kept
 
 
-def _write(tasks: Sequence[Task], place: Path, out: Path, at_a_time: int | None) -> Path:
-    """Write runs.txt and array.sh for runs that ask for the same, and return the script."""
+def _write(tasks: Sequence[Task], mark: str, place: Path, out: Path, at_a_time: int | None) -> None:
+    """Write runs.txt and array.sh for runs that ask for the same."""
     place.mkdir(parents=True, exist_ok=True)
     cluster, resumes = tasks[0].cluster, tasks[0].resumes
     requeues = resumes if cluster.requeue is None else cluster.requeue
@@ -125,7 +149,7 @@ def _write(tasks: Sequence[Task], place: Path, out: Path, at_a_time: int | None)
         "requeue" if requeues else "no-requeue": True,
         "open-mode": "append",
         "signal": "TERM@60",  # seconds before the end of its time, in which a run may save itself
-        "output": f'"{place}/%a.log"',
+        "output": f"{place}/%a.log",
         **cluster.sbatch,
     }
     environment = jinja2.Environment(
@@ -134,24 +158,28 @@ def _write(tasks: Sequence[Task], place: Path, out: Path, at_a_time: int | None)
         trim_blocks=True,
         keep_trailing_newline=True,
     )
-    lines = []
     for task in tasks:
-        task.file(".log").unlink(missing_ok=True)
-        task.begin()
-        lines.append(f"./{task.folder.resolve().relative_to(out)}\t{_shell(task)}\n")
+        task.identify()
     script = place / _SCRIPT
+    identify = f"{shlex.quote(sys.executable)} -m symexplin.lab.identity"
     values = {
-        "options": [name if value is True else f"{name}={value}" for name, value in options.items() if value],
+        "options": [name if value is True else f"{name}={_quoted(value)}" for name, value in options.items() if value],
         "out": shlex.quote(str(out)),
         "runs": shlex.quote(str(place / _RUNS)),
-        "script": script,
+        "script": shlex.quote(str(script)),
+        "mark": mark,
+        "identify": "" if tasks[0].cwd is None else identify,
         "environment": " ".join(f"{name}={value}" for name, value in PATIENCE_OF_TORCHRUN.items()),
         "cpus": cluster.cpus,
         "requeues": requeues,
     }
+    lines = (f"./{task.folder.resolve().relative_to(out)}\t{_shell(task)}\n" for task in tasks)
     replace_file(place / _RUNS, "".join(lines))
     replace_file(script, environment.get_template(f"{_SCRIPT}.jinja").render(values))
-    return script
+
+
+def _quoted(value: object) -> str:
+    return f'"{value}"' if " " in str(value) else str(value)
 
 
 def _shell(task: Task) -> str:

@@ -367,6 +367,8 @@ class Comparison:
                 first,
                 f"{count} not enough evidence: the difference may be run-to-run noise. Three give an interval.",
             ]
+        if leader.at_time is not None and (leader.delta or 0.0) < 0.0 < leader.at_time:
+            first += f" But in equal time, it ends {self.shown(leader.at_time)} above {self.label(base.variant)}."
         if len(self.lrs) == 1:
             return [first, ONE_LR]
         return [first] if leader.lr == base.lr else [first, self._at_shared_lr(leader.variant)]

@@ -81,13 +81,18 @@ class Task(NamedTuple):
         return path
 
     def begin(self) -> None:
-        """Remove what an earlier attempt has left and would count for this one, and write a command's identity.
+        """Remove what an earlier attempt has left and would count for this one, and :meth:`identify`.
 
         A run of the laboratory removes its own result, or is at its end.
         """
         self.file(".json").unlink(missing_ok=True)
         if self.cwd is not None:
             self.result.unlink(missing_ok=True)
+        self.identify()
+
+    def identify(self) -> None:
+        """Write the identity of a run of a command; one of the laboratory does so itself."""
+        if self.cwd is not None:
             write_json(self.folder / FACTS, of_command(self.command, Path(self.cwd), self.folder.resolve()))
 
     def has_result(self, status: int) -> bool:

@@ -15,6 +15,7 @@ from symexplin.lab.folders import RESULT
 
 __all__ = ["read_run"]
 
+_SHOWN = 80  # characters of a curve that is wrong
 _LARGEST = 3.4e38  # of a loss, as in float32: a larger one has diverged
 # Keys with a meaning, those of the laboratory's runs among them; other numbers are a user's own.
 _KNOWN = ("loss", "curve", "seconds", "tokens_per_second", "error", "step", "steps", "parameters", "sha256")
@@ -80,7 +81,7 @@ def _curve(result: Mapping[str, Any]) -> list[tuple[float, ...]]:
     except (TypeError, ValueError):
         widths = {0}
     if widths not in (set(), {2}, {3}):
-        wrong = f'"curve" is {json.dumps(result["curve"])}'
+        wrong = f'"curve" is {json.dumps(result["curve"])[:_SHOWN]}'
         raise ValueError(f"{wrong}, not a list of [step, loss] or of [step, loss, seconds]")
     steps, times = [row[0] for row in table], [row[2] for row in table if len(row) == 3]
     if steps != sorted(set(steps)) or any(step < 0 or step % 1 for step in steps):

@@ -13,7 +13,7 @@ import dataclasses
 import shlex
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from symexplin.lab.compare.cells import text_table
@@ -95,7 +95,7 @@ def run_sweeps(sweeps: "Sequence[Sweep]", out: Path, submit: bool, echo: Echo) -
     owners: dict[Path, Sweep] = {}
     queue: deque[Task] = deque()
     for sweep in sweeps:
-        tasks = sweep.begin()
+        tasks = sweep.begin(jobs)
         owners |= dict.fromkeys((task.folder for task in tasks), sweep)
         queue.extend(tasks)
     if grid.on_cluster:
@@ -138,9 +138,11 @@ class Sweep:
         self._runs: dict[Cell, Run] = {}
         self._left: dict[Path, tuple[Cell, str]] = {}  # with their labels
         self._confirming = False
+        self._jobs: Collection[Path] = ()  # folders of runs that are queued or run on a cluster
 
-    def begin(self) -> list[Task]:
-        """Read what has ended, save the settings, and return the runs to execute."""
+    def begin(self, jobs: Collection[Path] = ()) -> list[Task]:
+        """Read what has ended, save the settings, and return the runs to execute; some have `jobs` already."""
+        self._jobs = jobs
         tasks = self._stage(self.grid.cells())
         replace_file(self.folder / CONFIG, dump_toml(self.kind.table()))
         return tasks
@@ -159,7 +161,7 @@ class Sweep:
             else:
                 self._left[folder] = cell, label
                 tasks.append(self.kind.task(label, cell, folder))
-        if tasks and stale and not self._mix_code:
+        if stale and not self._mix_code and any(task.folder not in self._jobs for task in tasks):
             raise mixed([*changed], stale, self.folder)
         return tasks or self._next()
 

@@ -215,7 +215,7 @@ def draw_losses(
     """
     lines, seeds, own_styles = [], 1, styles(list(labels))
     for variant, lr in cells:
-        curves = [_late(run.curve, early) for run in comparison.finite(variant, lr).values()]
+        curves = [_late(run.curve, early) for run in comparison.finite(variant, lr).values() if len(run.curve) > 1]
         if not curves:
             continue
         label, style = f"{labels[variant]}, lr {lr:g}", own_styles[variant]
