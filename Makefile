@@ -32,7 +32,7 @@ docs: $(STAMP)
 
 # Their output is kept in the repository; the tests say when it is older than its source.
 notebooks: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python docs/run_notebooks.py
+	$(BIN)/python docs/run_notebooks.py
 
 # The C kernels under gcc's sanitizers (Linux): an access outside of an array and undefined behavior end the process. The
 # flags come last, so -O1 replaces -O3, which takes twice as long to compile here. Python must load libasan first.

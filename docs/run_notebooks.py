@@ -1,6 +1,7 @@
 """Run the notebooks of docs/notebooks, and write each with its output beside its source, for the site to show."""
 
 import hashlib
+import os
 import tempfile
 from pathlib import Path
 
@@ -28,8 +29,10 @@ def execute(source: Path) -> NotebookNode:
     with tempfile.TemporaryDirectory() as sockets:
         # Over TCP the kernel warns that nothing is encrypted. Its sockets lie beside the connection file.
         kernel = {"transport": "ipc", "connection_file": str(Path(sockets, "kernel.json"))}
-        config = Config(ConnectionFileMixin=kernel)
-        nbclient.NotebookClient(notebook, timeout=_TIMEOUT, record_timing=False, config=config).execute()
+        client = nbclient.NotebookClient(
+            notebook, timeout=_TIMEOUT, record_timing=False, config=Config(ConnectionFileMixin=kernel)
+        )
+        client.execute(env=os.environ | {"OMP_NUM_THREADS": "1"})  # several threads round otherwise
     notebook.metadata = {"language_info": {"name": "python"}, "source_sha256": digest(source)}
     return notebook
 

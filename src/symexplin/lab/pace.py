@@ -3,6 +3,7 @@
 `python -m symexplin.lab.pace` is one of these runs. What needs torch is imported there alone.
 """
 
+import itertools
 import json
 import math
 import os
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from symexplin.lab.compare.grid import Cell, CompareConfig
@@ -60,8 +61,8 @@ def measure(configs: Sequence[CompareConfig], vocab_size: int = ModelConfig.voca
     began, processes = time.time(), []
     for number in range(jobs if tables else 0):
         place = {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if gpus else {}
-        pipe = subprocess.PIPE
-        processes.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=os.environ | place))
+        pipe, away = subprocess.PIPE, subprocess.DEVNULL
+        processes.append(subprocess.Popen(command, stdout=pipe, stderr=away, text=True, env=os.environ | place))
     said = [map(json.loads, process.communicate()[0].splitlines()) for process in processes]
     paces = (
         Pace(fmean(ready for ready, _ in alike) - began, fmean(step for _, step in alike))
@@ -86,7 +87,7 @@ def _runs(config: CompareConfig, jobs: int) -> list[dict[str, Any]]:
 
 
 def _train(vocab_size: int, comparisons: list[list[dict[str, Any]]]) -> None:
-    """For each comparison print when the very first run had begun to train, and the mean seconds of a step."""
+    """For each comparison print when the very first run had begun to train, and the usual seconds of a step."""
     import numpy as np
     import torch
 
@@ -97,7 +98,7 @@ def _train(vocab_size: int, comparisons: list[list[dict[str, Any]]]) -> None:
 
     ready = 0.0
     for tables in comparisons:
-        seconds = 0.0
+        paces = []
         for table in tables:
             config = resolve(from_table(RunConfig, table), vocab_size)
             torch.set_num_threads(config.compute.threads or 1)
@@ -105,11 +106,12 @@ def _train(vocab_size: int, comparisons: list[list[dict[str, Any]]]) -> None:
             trainer = Trainer(config, Corpus(tokens, tokens, Tokenizer.from_name("byte"), 1, 1, ""))
             trainer.update()  # the first step of a process takes longer
             ready = ready or time.time()
-            began = time.perf_counter()
+            ends = [time.perf_counter()]
             for _ in range(_STEPS):
                 trainer.update()
-            seconds += time.perf_counter() - began
-        print(json.dumps([ready, seconds / (_STEPS * len(tables))]), flush=True)  # noqa: T201
+                ends.append(time.perf_counter())
+            paces.append(median(end - begin for begin, end in itertools.pairwise(ends)))
+        print(json.dumps([ready, fmean(paces)]), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":
