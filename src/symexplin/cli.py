@@ -435,8 +435,9 @@ def _demo(given: Table, *, out: str = "runs/demo") -> None:
     """Compare AdamW and SEL on a small model, in minutes, without a download.
 
     The data are the sources of the running Python's standard library. AdamW, SEL's default and the paper's method are
-    trained on them at three learning rates each. Some steps are timed first, and the runs have as many as take about
-    four minutes, or what --steps says. After an interruption the same command continues.
+    trained on them at two learning rates each, and three further seeds judge them at the best ones. Some steps are
+    timed first, and the runs have as many as take about four minutes, or what --steps says. After an interruption the
+    same command continues.
 
     Args:
         out: folder for the results

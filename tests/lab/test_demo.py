@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("undrawn", "in_process")  # but for what a 
 
 def tiny(text, **changes):
     shape = {"width": 16, "depth": 1, "heads": 2, "context": 16}
-    rest = {"steps": 6, "batch_size": 4, "variants": VARIANTS}
+    rest = {"steps": 6, "batch_size": 4, "variants": VARIANTS, "judges": 0}
     return DemoConfig(**{"data": text, "lrs": LRS, **shape, **rest, **changes})
 
 
@@ -135,6 +135,12 @@ def test_its_size_has_bounds(pace, steps, text, tmp_path, monkeypatch):
     monkeypatch.setattr("symexplin.lab.demo.measure", lambda _: [pace])
     demo = run_demo(tmp_path, tiny(text, steps=None, lrs=(1e-3,), variants=("AdamW", "default")))
     assert all(run.curve[-1][0] == steps for run in demo.runs)
+
+
+def test_fresh_seeds_judge(text, tmp_path):
+    comparison = run_demo(tmp_path, tiny(text, lrs=(1e-3, 2e-3), judges=DemoConfig.judges))
+    assert comparison.counted_seeds == (1, 2, 3)
+    assert "99% interval" in comparison.verdict[0]
 
 
 def test_one_interrupted_in_its_preparation_begins_again(text, tmp_path, monkeypatch):

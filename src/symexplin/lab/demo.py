@@ -11,6 +11,7 @@ from symexplin.lab.config import ComputeConfig, LogConfig, ModelConfig, TrainCon
 from symexplin.lab.files import replace_file
 from symexplin.lab.folders import claimed
 from symexplin.lab.pace import measure
+from symexplin.lab.process import Stopped
 from symexplin.lab.provenance import cores
 from symexplin.lab.settings import Count, Positive, Schema, Whole, load_toml
 
@@ -34,6 +35,7 @@ class DemoConfig(Schema):
         variants: AdamW, and what to hold against it; see `symexplin compare --help`.
         lrs: peak learning rates; every variant trains at each.
         seed: of the initial weights, of the order of the data and of the sample.
+        judges: further seeds, which judge the variants at the best learning rates; from three on with an interval.
         width: size of the model's residual stream.
         depth: blocks of the model.
         heads: attention heads.
@@ -44,8 +46,9 @@ class DemoConfig(Schema):
 
     data: str = "stdlib"
     variants: tuple[str, ...] = (*GridConfig.variants, "paper")
-    lrs: tuple[Positive, ...] = (3e-3, 6e-3, 1.2e-2)
+    lrs: tuple[Positive, ...] = (6e-3, 1.2e-2)
     seed: Whole = 0
+    judges: Whole = 3
     width: Count = 128
     depth: Count = 4
     heads: Count = 4
@@ -67,7 +70,13 @@ class DemoConfig(Schema):
             train=TrainConfig(steps, self.batch_size, eval_every=max(1, steps // _EVALUATIONS)),
             compute=ComputeConfig(device="cpu", threads=1, autocast="off"),
             log=LogConfig(tensorboard=False, keep=1),
-            compare=GridConfig(self.variants, self.lrs, (self.seed,), jobs=min(_MOST_JOBS, cores())),
+            compare=GridConfig(
+                self.variants,
+                self.lrs,
+                (self.seed,),
+                confirm_seeds=tuple(self.seed + number for number in range(1, self.judges + 1)),
+                jobs=min(_MOST_JOBS, cores()),
+            ),
         )
 
 
@@ -93,12 +102,15 @@ def run_demo(out: str | Path, config: DemoConfig, echo: Callable[[str], None] = 
         prepare(text, folder / _DATA, echo=echo)
         replace_file(folder / DEMO, "")
         config = dataclasses.replace(config, steps=config.steps or _steps(config, folder / CONFIG, echo))
-        compare(Laboratory(config.comparison(str(folder / _DATA))), folder, resume=True, mix_code=True, echo=echo)
+        try:
+            compare(Laboratory(config.comparison(str(folder / _DATA))), folder, resume=True, mix_code=True, echo=echo)
+        except Stopped as stopped:
+            raise Stopped(stopped.signal, "with all its runs; the same command continues") from None
         comparison = Comparison.load(folder)
         best = comparison.leader(comparison.variants[1:])
         if best is None:
             raise ValueError("no curved variant stayed finite at any learning rate: try smaller lrs")
-        (run,) = comparison.at(best.variant, best.lr).values()
+        run, *_ = comparison.at(best.variant, best.lr).values()
         model, tokenizer, _ = load_trained(comparison.folder_of(run))
         # A zero byte ends a document; files of text have none.
         words = sample(model, tokenizer, "", _SAMPLE_LENGTH, seed=config.seed).replace("\0", "\n")
