@@ -117,7 +117,7 @@ def test_what_is_queued_is_told_and_not_written_again(tmp_path, program):
     written(tasks, tmp_path)
     script = tmp_path / "cluster" / "1" / "array.sh"
     entries = [f"9|PENDING|Resources||{script}|", f"1|PENDING|Resources||{script}|", f"2|RUNNING|None|node1|{script}|"]
-    lines = "\\n".join([*entries, "1|RUNNING|None|node1|/other/array.sh|"])
+    lines = "\\n".join([*entries, f"3|FAILED|None|node1|{script}|", "1|RUNNING|None|node1|/other/array.sh|"])
     program("squeue", f"echo '{lines}'")
     jobs = queued(tmp_path)
     assert jobs == {tasks[0].folder: "waits (Resources)", tasks[1].folder: "running on node1"}

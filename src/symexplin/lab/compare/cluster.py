@@ -25,6 +25,8 @@ Echo = Callable[[str], None]
 
 _CLUSTER, _RUNS, _SCRIPT = "cluster", "runs.txt", "array.sh"
 # Of a job in the queue. Accounting (sacct) is not needed.
+# All states are asked for: without, squeue leaves out a job that is about to be queued again.
+_ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
 _FIELDS = ("ArrayTaskID", "State", "Reason", "NodeList", "Command")
 
 
@@ -39,9 +41,8 @@ def queued(out: Path) -> dict[Path, str]:
         return {}
     form = ",".join(f"{name}:|" for name in _FIELDS)
     try:
-        done = subprocess.run(
-            ["squeue", "--me", "--noheader", "--array", f"--Format={form}"], capture_output=True, text=True, check=True
-        )
+        words = ["squeue", "--me", "--noheader", "--array", "--states=all", f"--Format={form}"]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         why = str(getattr(error, "stderr", "") or error).strip()
         remedy = f"--resume where it does, or remove {str(out / _CLUSTER)!r} if no job is left"
@@ -49,7 +50,7 @@ def queued(out: Path) -> dict[Path, str]:
     states = {}
     for line in done.stdout.splitlines():
         index, state, reason, nodes, command, *_ = line.strip().split("|")
-        if (place := Path(command).resolve().parent) in places:
+        if state not in _ENDED and (place := Path(command).resolve().parent) in places:
             runs = dict(enumerate(_folders(place), start=1))
             if int(index) not in runs:  # of an array that somebody has made longer
                 continue
