@@ -20,7 +20,7 @@ __all__ = ["profile"]
 _VOCABULARY = 8192
 _ROUNDS, _WARM_UP = 7, 2
 _HEADING = ("milliseconds", "forward", "backward", "optimizer", "step overhead")
-# H200; the paper's method has the step overhead.
+# On an H200. The step overhead is that of the paper's method over AdamW.
 _PAPER = (
     ("paper, 1024x12: AdamW", "67", "214", "6", ""),
     ("paper, 1024x12: SEL", "68", "209", "15", "+1.7%"),

@@ -134,7 +134,7 @@ def _papers(outcome: Table[PanelResult], panel: PanelResult, comparison: Compari
     numbers = [_reported(outcome, panel, comparison, variant) for variant in comparison.variants]
     for (name, form), column in zip(names.items(), zip(*numbers, strict=True), strict=True):
         if any(number is not None for number in column):
-            yield f"paper's {name}", [Cell("" if number is None else f"{number:{form}}", number) for number in column]
+            yield f"paper's {name}", [Cell("" if number is None else f"{number:{form}}") for number in column]
 
 
 def _reported(

@@ -1,6 +1,6 @@
-"""The cells of a comparison's tables: the same as plain text, on a page and in a CSV file."""
+"""The cells of a comparison's tables: the same as plain text and on a page."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from symexplin.lab.compare.comparison import Comparison, Row
@@ -13,12 +13,11 @@ __all__ = ["Cell", "Column", "cells", "run_cells", "tag", "text_table"]
 class Cell(NamedTuple):
     """A cell of a table.
 
-    `text` is "" where there is nothing. `value` is its number for files, `note` smaller text below it on a page, and
-    `tag` a verdict, which has a color there.
+    `text` is "" where there is nothing. `note` is smaller text below it on a page, and `tag` a verdict, which has a
+    color there.
     """
 
     text: str
-    value: float | str | None = None
     note: str = ""
     tag: str = ""
 
@@ -50,19 +49,17 @@ def cells(comparison: Comparison, rows: Sequence[Row]) -> list[Column]:
 
     columns = {
         "variant": [_variant(comparison, row) for row in rows],
-        "verdict": against(Cell(tag(row), tag(row), tag=tag(row)) for row in others),
+        "verdict": against(Cell(told, tag=told) for told in map(tag, others)),
         "difference": against(_signed(comparison, row.delta) for row in others),
         "99% interval": against(_interval(comparison, row) for row in others),
-        f"loss{spread}": [Cell(comparison.shown_loss(row), row.loss) for row in rows],
+        f"loss{spread}": [Cell(comparison.shown_loss(row)) for row in rows],
         "learning rate": [_number(lr, "g") for lr in rates] if len(set(rates)) > 1 else [],
         "speedup": against(_speedup(row) if comparison.has_curves else _NONE for row in others),
         "at equal time": against(_signed(comparison, row.at_time) for row in others),
         "tokens/s": [_number(row.tokens_per_second, ",.0f") for row in rows],
         "seconds": [_number(row.seconds, ",.1f") for row in rows],
     }
-    extra = dict.fromkeys(key for row in rows for key in row.extra)
-    columns |= {_own(key, columns): [_number(row.extra.get(key), ".4g") for row in rows] for key in extra}
-    return [(heading, column) for heading, column in columns.items() if any(cell.text for cell in column)]
+    return _filled(columns, [row.extra for row in rows])
 
 
 def run_cells(comparison: Comparison) -> list[Column]:
@@ -72,14 +69,12 @@ def run_cells(comparison: Comparison) -> list[Column]:
         "variant": [Cell(comparison.label(run.variant)) for run in runs],
         "learning rate": [_number(run.lr, "g") for run in runs],
         "seed": [Cell(str(run.seed)) for run in runs],
-        "loss": [Cell(run.error or comparison.shown(run.curve[-1][1]), run.loss) for run in runs],
+        "loss": [Cell(run.error or comparison.shown(run.curve[-1][1])) for run in runs],
         "difference": [_signed(comparison, comparison.difference(run)) for run in runs],
         "tokens/s": [_number(run.tokens_per_second, ",.0f") for run in runs],
         "seconds": [_number(run.seconds, ",.1f") for run in runs],
     }
-    extra = dict.fromkeys(key for run in runs for key in run.extra)
-    columns |= {_own(key, columns): [_number(run.extra.get(key), ".4g") for run in runs] for key in extra}
-    return [(heading, column) for heading, column in columns.items() if any(cell.text for cell in column)]
+    return _filled(columns, [run.extra for run in runs])
 
 
 def text_table(comparison: Comparison) -> str:
@@ -93,22 +88,26 @@ def text_table(comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
-def _own(key: str, columns: Collection[str]) -> str:
-    """Return the heading of a user's own number."""
-    return f"{key} (of result.json)" if key in columns else key
+def _filled(columns: Mapping[str, list[Cell]], extras: Sequence[Mapping[str, float]]) -> list[Column]:
+    """Return the columns that a row fills, and after them those of a user's own numbers, which each row has."""
+    own = {
+        f"{key} (of result.json)" if key in columns else key: [_number(extra.get(key), ".4g") for extra in extras]
+        for key in dict.fromkeys(key for extra in extras for key in extra)
+    }
+    return [(heading, column) for heading, column in {**columns, **own}.items() if any(cell.text for cell in column)]
 
 
 def _variant(comparison: Comparison, row: Row) -> Cell:
     label = comparison.label(row.variant)
-    return Cell(label, row.variant, note=row.variant if label != row.variant else "")
+    return Cell(label, note=row.variant if label != row.variant else "")
 
 
 def _number(value: float | None, form: str) -> Cell:
-    return _NONE if value is None else Cell(f"{value:{form}}", value)
+    return _NONE if value is None else Cell(f"{value:{form}}")
 
 
 def _signed(comparison: Comparison, value: float | None) -> Cell:
-    return _NONE if value is None else Cell(comparison.shown(value, "+"), value)
+    return _NONE if value is None else Cell(comparison.shown(value, "+"))
 
 
 def _interval(comparison: Comparison, row: Row) -> Cell:
@@ -116,12 +115,12 @@ def _interval(comparison: Comparison, row: Row) -> Cell:
         return _NONE
     low, high = (comparison.shown(end, "+") for end in (row.interval.low, row.interval.high))
     apart = "varies more than the others" if row.interval.family > row.interval.pooled == 1 else ""
-    return Cell(f"{low} to {high}", row.interval.half_width, note="; ".join(filter(None, (apart, row.interval.advice))))
+    return Cell(f"{low} to {high}", note="; ".join(filter(None, (apart, row.interval.advice))))
 
 
 def _speedup(row: Row) -> Cell:
     if row.speedup is not None:
-        return Cell(f"{row.speedup:.2f}x", row.speedup)
+        return Cell(f"{row.speedup:.2f}x")
     if not row.finite or row.reached == len(row.seeds):  # before the first step
         return _NONE
     return Cell("by some seeds" if row.reached else "not reached")

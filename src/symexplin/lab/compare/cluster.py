@@ -24,8 +24,8 @@ __all__ = ["hand_over", "queued"]
 Echo = Callable[[str], None]
 
 _CLUSTER, _RUNS, _SCRIPT = "cluster", "runs.txt", "array.sh"
-# Of a job in the queue. Accounting (sacct) is not needed.
-# All states are asked for: without, squeue leaves out a job that is about to be queued again.
+# squeue is asked for all states: without, it leaves out a job that is about to be queued again. Accounting (sacct) is
+# not needed.
 _ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
 _FIELDS = ("ArrayTaskID", "State", "Reason", "NodeList", "Command")
 

@@ -15,7 +15,7 @@ from symexplin.lab.files import replace_file
 from symexplin.lab.maps import map_in_words
 from symexplin.lab.report.charts import Chart, comparison_figures
 
-__all__ = ["PAGE", "Card", "Grid", "Section", "comparison_grids", "reading", "report_comparison", "write_page"]
+__all__ = ["PAGE", "Card", "Grid", "Section", "reading", "report_comparison", "write_page"]
 
 PAGE = "report.html"
 _HOMES = {"optimizer": "in the optimizer", "module": "in the modules"}
@@ -100,17 +100,12 @@ def write_page(folder: Path, title: str, sections: Sequence[Section]) -> Path:
     return page
 
 
-def comparison_grids(comparison: Comparison) -> list[Grid]:
-    """Return the tables of a comparison: at the shared learning rate, and each variant at its own best one."""
-    return [Grid(cells(comparison, rows), title) for title, rows in comparison.tables]
-
-
 def _sections(comparison: Comparison) -> Iterator[Section]:
     leader = comparison.leader(comparison.variants[1:])
     told = tag(leader) if leader else "not finite"
     yield Section(
         cards=[Card(told, sentences=comparison.verdict)],
-        grids=comparison_grids(comparison),
+        grids=[Grid(cells(comparison, rows), title) for title, rows in comparison.tables],
         note=_explained(comparison),
         sentences=comparison.notes,
         figures=comparison_figures(comparison),
