@@ -1,7 +1,6 @@
 """Which parameters are curved, and why: by the type of the module that owns them."""
 
 import fnmatch
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -13,7 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from symexplin.checks import as_numbers, check_not_negative
 from symexplin.config import SELConfig, check_config
-from symexplin.spec import CurvedBase, Spec, is_weight, sides
+from symexplin.spec import CurvedBase, Spec, is_weight, sides, usual_side
 from symexplin.transform import check_invertible
 
 __all__ = [
@@ -210,9 +209,8 @@ def _width(routes: Sequence[Route]) -> int | None:
     """Return the width of :class:`Routing`."""
     if not any(route.curved for route in routes):
         return None
-    counts = Counter(side for r in routes if r.is_weight for side in sides(r.axes, r.parameter.shape))
-    counts = counts or Counter(route.parameter.shape[-1] for route in routes if route.axes)
-    return max(counts, key=lambda side: (counts[side], side))
+    weights = [side for r in routes if r.is_weight for side in sides(r.axes, r.parameter.shape)]
+    return usual_side(weights or [route.parameter.shape[-1] for route in routes if route.axes])
 
 
 def _decide(aliases: list[str], parameter: Tensor, candidate: "_Candidate", config: SELConfig) -> tuple[str, str]:

@@ -11,7 +11,8 @@ dimension of outputs, column scales that of inputs, and both have that of the st
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from symexplin.transform import compute_dtype, forward, invert, on_float64_devic
 
 __all__ = [
     *("CurvedBase", "CurvedWeight", "ScaleTensor", "Spec"),
-    *("dims_of", "is_weight", "oriented", "outputs_first", "sides", "stack_size"),
+    *("dims_of", "is_weight", "oriented", "outputs_first", "sides", "stack_size", "usual_side"),
 ]
 
 Shape = tuple[int, ...]
@@ -73,6 +74,16 @@ def sides(axes: str, shape: Sequence[int]) -> tuple[int, int]:
     ((3, 2), (2, 3), (3, 1))
     """
     return shape[axes.index("o")], shape[axes.index("i")] if is_weight(axes) else 1
+
+
+def usual_side(sides: Iterable[int]) -> int:
+    """Return the side that occurs most often, the larger one on a tie.
+
+    >>> usual_side([2, 3, 3, 4, 4])
+    4
+    """
+    counts = Counter(sides)
+    return max(counts, key=lambda side: (counts[side], side))
 
 
 def oriented(tensor: Tensor, axes: str) -> Tensor:

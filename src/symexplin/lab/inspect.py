@@ -8,7 +8,6 @@ paper's figures of a 4B model: largest growth 30, deviation 1.7, 0.05% of the we
 import math
 import re
 import textwrap
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from symexplin.config import SELConfig
 from symexplin.lab.files import format_columns
 from symexplin.lab.weights import is_raw, iter_tensors, read_map
 from symexplin.modes import Scales
-from symexplin.spec import CurvedWeight, Spec
+from symexplin.spec import CurvedWeight, Spec, usual_side
 from symexplin.transform import check_invertible, compute_dtype, forward, tolerance
 
 __all__ = ["Inspection", "Row", "curved_matrices", "format_inspection", "inspect_file", "xavier_bound"]
@@ -70,12 +69,12 @@ def curved_matrices(path: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _resolved(path: str | Path, config: SELConfig) -> SELConfig:
-    """Return the map with the numbers of the file's width: the side that occurs most often, the larger on a tie."""
-    counts = Counter(side for _, matrix in curved_matrices(path) for side in matrix.shape)
-    if not counts:
+    """Return the map with the numbers of the file's width."""
+    sides = [side for _, matrix in curved_matrices(path) for side in matrix.shape]
+    if not sides:
         kinds = ", ".join(str(kind).removeprefix("torch.") for kind in _FLOATING)
         raise ValueError(f"{str(path)!r} must hold 2-D weights to curve, in one of {kinds}, got none")
-    return check_invertible(config.resolve(max(counts, key=lambda side: (counts[side], side))))
+    return check_invertible(config.resolve(usual_side(sides)))
 
 
 @dataclass(frozen=True)

@@ -317,12 +317,13 @@ class Comparison:
         runs, finite = self.counted(variant, lr), self.finite(variant, lr)
         # A variant that only the seeds that chose ran is paired with the baseline's runs of these seeds.
         bases = {seed: run for seed, run in self.at(self.baseline, self.shared_lr).items() if run.loss is not None}
-        pairs = [(finite[seed].curve, bases[seed].curve) if seed in finite and seed in bases else None for seed in runs]
-        deltas = tuple(pair and pair[0][-1][1] - pair[1][-1][1] for pair in pairs)
-        first, *more = [run.extra for run in finite.values()] or [{}]
-        timed = [(finite[s], bases[s]) if s in finite and s in bases else None for s in runs]
+        pairs = [(finite[seed], bases[seed]) if seed in finite and seed in bases else None for seed in runs]
+        curves = [pair and (pair[0].curve, pair[1].curve) for pair in pairs]
+        deltas = tuple(pair and pair[0][-1][1] - pair[1][-1][1] for pair in curves)
+        extras = [run.extra for run in finite.values()]
+        common = [key for key in (extras[0] if extras else ()) if all(key in extra for extra in extras)]
         loss = _mean([run.loss for run in runs.values()])
-        share = _mean([pair and share_of_steps(pair[1], pair[0]) for pair in pairs])
+        share = _mean([pair and share_of_steps(pair[1], pair[0]) for pair in curves])
         return Row(
             variant=variant,
             lr=lr,
@@ -335,15 +336,11 @@ class Comparison:
             else statistics.stdev(run.curve[-1][1] for run in runs.values()),
             delta=_mean(deltas),
             speedup=share and 1.0 / share,
-            reached=sum(min(loss for _, loss in pair[0]) <= pair[1][-1][1] for pair in pairs if pair),
+            reached=sum(min(loss for _, loss in pair[0]) <= pair[1][-1][1] for pair in curves if pair),
             seconds=_mean([run.seconds for run in finite.values()]),
             tokens_per_second=_mean([run.tokens_per_second for run in finite.values()]),
-            at_time=_mean([pair and _apart_at_equal_time(*pair) for pair in timed]),
-            extra={
-                key: statistics.fmean([first[key], *(of[key] for of in more)])
-                for key in first
-                if all(key in of for of in more)
-            },
+            at_time=_mean([pair and _apart_at_equal_time(*pair) for pair in pairs]),
+            extra={key: statistics.fmean(extra[key] for extra in extras) for key in common},
         )
 
     # --- The words ---
