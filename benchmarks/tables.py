@@ -12,7 +12,7 @@ from rows import Key, Place, Rows, difference
 ROOT = Path(__file__).parents[1]
 ELSEWHERE = ROOT / "results/elsewhere.csv"  # figures whose runs have no rows
 EVIDENCE = "docs/explanation/evidence.md"
-PAGES = ("README.md", EVIDENCE, "docs/explanation/learning-rate.md", "docs/how-to/start-with.md")
+PAGES = ("README.md", EVIDENCE, "docs/explanation/idea.md", "docs/how-to/start-with.md")
 
 ONE = Key("width-1024", "1024x1", "44ad1b2", 1500)
 ONE_GPU = Key("width-1024-gpu", "1024x1", "fa670e7", 1500)
