@@ -259,7 +259,7 @@ TABLES: Mapping[str, Table] = {
     ),
     "models": (
         ("model", "change", "trained", "minus AdamW"),
-        ("QK-norm and biases", "as above", "width 1024, one layer", Place(ONE, "qk_all")),
+        ("QK-norm and biases", "[QK-bias AdamW](#before-any-curve)", "width 1024, one layer", Place(ONE, "qk_all")),
         (
             "QK-norm without biases, such as Qwen3",
             "[one learned number per matrix](#one-learned-number-per-matrix), untested with more layers",
