@@ -1,7 +1,6 @@
 """README and the documentation: their Python runs, and their commands exist."""
 
 import functools
-import os
 import re
 import shlex
 from collections import OrderedDict
@@ -32,7 +31,7 @@ def prelude():
     model.encoder.requires_grad_(False)
     names = {"optimizer": sel.SELAdamW(model, lr=1e-3)}  # of a model with a frozen part
     model.encoder.requires_grad_(True)
-    return names | {"torch": torch, "os": os, "sel": sel, "model": model, "inputs": torch.randn(2, 8), "saved": saved}
+    return names | {"torch": torch, "sel": sel, "model": model, "inputs": torch.randn(2, 8), "saved": saved}
 
 
 def trainers(folder):
