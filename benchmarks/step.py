@@ -3,29 +3,23 @@
     python benchmarks/step.py                      # the optimizer step: one and two threads, float32 and bfloat16
     python benchmarks/step.py --check              # the same of every variant with a limit: exit code 1 above one
     python benchmarks/step.py --no-kernels         # every preset without compiled kernels
-    python benchmarks/step.py --turns              # steps in which every other layer has gradients
-    python benchmarks/step.py --profile            # where the time of a step goes, on the host and in kernels
-    python benchmarks/step.py --whole 512x6        # forward, backward, clipping and optimizer, and the peak memory
+    python benchmarks/step.py --whole 512x6        # forward, backward, clipping and optimizer
 
 The baseline is `clip_grad_norm_` and torch's fused AdamW; for bfloat16 parameters AdamW over float32 master copies; for
 many small float32 tensors torch's foreach AdamW; for Muon torch.optim.Muon. A ratio is the median over rounds of the
 ratios of neighboring steps, so that other work on the machine meets both. `--whole` trains the laboratory's transformer
 with float32 parameters, for bfloat16 under autocast: AdamW, the default and the paper's map in the optimizer, and the
-paper's map in the modules. `--profile` makes Python itself slower.
+paper's map in the modules.
 """
 
 import argparse
-import cProfile
 import csv
 import gc
-import multiprocessing
 import os
-import pstats
 import runpy
 import statistics
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,8 +67,6 @@ LIMITS["400x16", "float32"] = {"default": 1.0, "paper": 1.2}
 LIMITS["84x16", "float32"] = {"default": 1.1, "paper": 1.3, "paper+offset": 1.5}
 SETTINGS = {"lr": 1e-3, "weight_decay": 0.1}
 CLIP, STEPS = 1.0, 10**6
-# glibc gives freed tensors back at once, so that the peak of a process is the memory in use.
-RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
 
 
 class Matrices(nn.Module):
@@ -145,51 +137,6 @@ def measure(case: str, dtype: str, variants: Sequence[str], options: argparse.Na
         yield {"variant": variant, "ratio": ratio, "baseline": baseline, "baseline_ms": unit}
 
 
-def turns(case: str, variant: str, options: argparse.Namespace) -> float:
-    """Return the time of a step in which every other layer has gradients, in units of one in which all have."""
-    model = Matrices(CASES[case], torch.float32, options.device)
-    step, halves = optimizer_step(model, variant), [model.layers[::2], model.layers[1::2]]
-    grads = {parameter: parameter.grad for parameter in model.parameters()}
-
-    def timed(with_grads: Sequence[nn.Module]) -> float:
-        chosen = {parameter for layer in with_grads for parameter in layer.parameters()}
-        for parameter, grad in grads.items():
-            parameter.grad = grad if parameter in chosen else None
-        return seconds(step)
-
-    times = [(timed(model.layers), timed(halves[0]), timed(halves[1])) for _ in range(options.rounds + 3)][3:]
-    return statistics.median((first + second) / (2 * whole) for whole, first, second in times)
-
-
-def profile(case: str, dtype: str, variant: str, options: argparse.Namespace) -> None:
-    """Print where the time of a step goes: on the host by file, its calls of torch included, and in kernels."""
-    step = stepper(variant, CASES[case], getattr(torch, dtype), options.device)
-    for _ in range(3):
-        step()
-    host, by_kernel = cProfile.Profile(), Counter[str]()
-    host.enable()
-    for _ in range(options.rounds):
-        step()
-    host.disable()
-    if options.device != "cpu":
-        with torch.profiler.profile() as device:
-            step()
-        by_kernel.update({event.key: event.self_device_time_total / 1e3 for event in device.key_averages()})
-    by_file: Counter[str] = Counter()
-    for (file, _, name), (_, _, own, _, callers) in pstats.Stats(host).stats.items():  # type: ignore[attr-defined]
-        if Path(file).name == "cpu.py" and name == "run":
-            by_kernel["C"] = 1e3 * own / options.rounds
-        elif file.endswith(".py"):
-            by_file[file] += 1e3 * own / options.rounds
-        else:  # a function in C counts for the file that calls it
-            for (caller, _, _), (_, _, time, _) in callers.items():
-                by_file[caller] += 1e3 * time / options.rounds
-    print(f"{case} {dtype} {variant}: host {sum(by_file.values()):.2f} ms, kernels {sum(by_kernel.values()):.2f} ms")
-    for title, times in (("host", by_file), ("kernels", by_kernel)):
-        for where, time in times.most_common(8):
-            print(f"    {title:8} {'/'.join(Path(where).parts[-2:])[:60]:60} {time:8.3f} ms", flush=True)
-
-
 def table(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Print and yield the ratios of the chosen cases, with limits where kernels run on one thread of a CPU."""
     usual = tuple(PRESETS) if options.no_kernels else ("default", "paper")
@@ -258,28 +205,16 @@ def warm(*how: Any) -> Step:
     return step
 
 
-def peak(*how: Any) -> float:
-    """Return the most MiB that a few training steps take on a CPU, of a fresh process (Linux)."""
-    torch.set_num_threads(how[-1].threads[0])
-    warm(*how)()
-    # Not getrusage, which may have the peak of the process that started this one.
-    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 2**10
-
-
-def in_turns(names: Sequence[str], *how: Any) -> Iterator[tuple[str, float, list[float]]]:
-    """Yield each variant, its peak memory, and its seconds in each round; other work meets all variants."""
-    peaks = {}
-    for name in names:
-        with multiprocessing.get_context("spawn").Pool(1) as child:
-            peaks[name] = child.apply(peak, (name, *how))
+def in_turns(names: Sequence[str], *how: Any) -> Iterator[tuple[str, str, list[float]]]:
+    """Yield each variant and its seconds in each round on a CPU; other work meets all variants."""
     steps = {name: warm(name, *how) for name in names}
     rounds = [[seconds(step) for step in steps.values()] for _ in range(how[-1].rounds)]
     for name, times in zip(names, zip(*rounds, strict=True), strict=True):
-        yield name, peaks[name], list(times)
+        yield name, "", list(times)
 
 
-def one_by_one(names: Sequence[str], *how: Any) -> Iterator[tuple[str, float, list[float]]]:
-    """Yield the same of a GPU, which nothing else uses and whose memory holds one variant at a time."""
+def one_by_one(names: Sequence[str], *how: Any) -> Iterator[tuple[str, str, list[float]]]:
+    """Yield the same of a GPU, with its peak memory. Nothing else uses it, and it holds one variant at a time."""
     for name in names:
         gc.collect()
         torch.cuda.empty_cache()
@@ -287,17 +222,17 @@ def one_by_one(names: Sequence[str], *how: Any) -> Iterator[tuple[str, float, li
         torch.cuda.reset_peak_memory_stats()
         times = [seconds(step) for _ in range(how[-1].rounds)]
         del step
-        yield name, torch.cuda.max_memory_allocated() / 2**20, times
+        yield name, f"  {torch.cuda.max_memory_allocated() / 2**20:8,.0f} MiB", times
 
 
 def whole(size: str, dtype: str, options: argparse.Namespace) -> None:
-    """Print time, ratio and peak memory of the whole training step of each variant, and the speedup in time."""
+    """Print time and ratio of the whole training step of each variant, and the speedup in time."""
     names = ("adamw", *(options.variants or ("default", "paper", "module")))
     adamw: list[float] = []
     for name, memory, times in (in_turns if options.device == "cpu" else one_by_one)(names, size, dtype, options):
         adamw = adamw or times
         ratio = statistics.median(own / other for own, other in zip(times, adamw, strict=True))
-        line = f"{size} {dtype} {name:8} {1e3 * statistics.median(times):10,.1f} ms  {ratio:.4f} x  {memory:8,.0f} MiB"
+        line = f"{size} {dtype} {name:8} {1e3 * statistics.median(times):10,.1f} ms  {ratio:.4f} x{memory}"
         if options.step_speedup is not None and name != "adamw":
             line += f"  speedup in time {options.step_speedup / ratio:.2f}"
         print(line, flush=True)
@@ -315,8 +250,6 @@ def parse() -> argparse.Namespace:
     add("--threads", nargs="+", type=int, default=[1, 2])
     add("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     add("--rounds", type=int, default=30)
-    add("--turns", action="store_true", help="time steps in which every other layer has gradients")
-    add("--profile", action="store_true", help="print where the time of a step goes")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--whole", nargs="+", metavar="WIDTHxDEPTH", help="time the whole training step of models of these sizes")
     add("--tokens", type=int, default=8192, help="of a whole step, a multiple of the context")
@@ -341,23 +274,10 @@ def main() -> None:
         processor, computed_by = provenance(options.device)["processor"], describe(options.device)
         print(f"{processor}; torch {torch.__version__}; {computed_by}; load {os.getloadavg()[0]:.2f}", flush=True)
         if options.whole:
-            os.environ.update(RETURN_FREED)  # of the processes that are started, not of this one
             torch.set_num_threads(options.threads[0])
             for size in options.whole:
                 for dtype in options.dtypes:
                     whole(size, dtype, options)
-            return
-        if options.profile:
-            torch.set_num_threads(options.threads[0])
-            for case in options.cases:
-                for variant in options.variants or ("default", "paper"):
-                    profile(case, options.dtypes[0], variant, options)
-            return
-        if options.turns:
-            torch.set_num_threads(options.threads[0])
-            for case in options.cases:
-                for variant in options.variants or ("default", "paper", "paper+offset"):
-                    print(f"{case:7} {variant:17} {turns(case, variant, options):.2f} x a step with all gradients")
             return
         rows = list(table(options))
         if not options.check and not options.no_kernels:
