@@ -12,8 +12,8 @@ import argparse
 import functools
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
@@ -22,123 +22,39 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import blended_transform_factory
-from rows import Compared, Difference, Key, Place, by_key, difference, experiments
+from rows import Compared, Difference, Experiment, Key, Place, Rows, by_key, difference, experiments
 from tables import CONTROL, ONE, ONE_LAYER_NORM, ONE_NO_BIAS, PAGES, TWELVE, TWELVE_INIT, TWELVE_LAYER_NORM, written
 
-from symexplin.lab.compare.comparison import Comparison, Row
+from symexplin.lab.compare.comparison import Comparison
 from symexplin.lab.compare.grid import LABELS
-from symexplin.lab.compare.interval import BETTER, CHOSE, EQUAL, NO_DIFFERENCE, NOT_RESOLVED, TOO_FEW, WORSE
 from symexplin.lab.report.charts import COLORS, GUIDE, STYLE, UNDATED, draw_sweep, sheet, styles
 
 ROOT = Path(__file__).parents[1]
 PAGE, IMAGES = ROOT / "results/experiments.md", ROOT / "docs/images"
-DIVERGED = "diverged"
 
 
-def best(comparison: Comparison, variant: str) -> Row:
-    """Return a variant's row at its own best learning rate."""
-    return comparison.best[comparison.variants.index(variant)]
-
-
-def best_runs(comparison: Comparison, variant: str) -> tuple[object, ...]:
-    """Return the best learning rate and the loss of each seed there, by which the same runs are known."""
-    lr = comparison.best_lr(variant)
-    return lr, *sorted((seed, run.loss) for seed, run in comparison.at(variant, lr).items())
-
-
-def in_seeds(count: int) -> str:
-    """Return a number of seeds in words."""
-    return f"{count} seed{'s' * (count > 1)}"
-
-
-def chosen_by(comparison: Comparison) -> str:
-    """Return which seeds chose the learning rates, "" where all did."""
-    seeds = sorted(comparison.choosing_seeds)
-    return f", rates by {', '.join(map(str, seeds))}" if 0 < len(seeds) < len(comparison.seeds) else ""
-
-
-@dataclass(frozen=True)
-class Group:
-    """Experiments with the same baseline runs, and the variants of them all."""
-
-    experiments: Sequence[Compared]
-    variants: Sequence[tuple[str, Compared]]  # each with the experiment that has it
-
-    @property
-    def baseline(self) -> Row:
-        """The row of the baseline."""
-        return self.experiments[0][1].best[0]
-
-    def rows(self) -> Iterator[str]:
-        """Yield a row for each verdict: the setting and the baseline, the verdict, the variants."""
-        commits = ", ".join(dict.fromkeys(experiment.key.commit for experiment, _ in self.experiments))
-        base = self.baseline
-        title = f"**{self.experiments[0][0].setting}**<br>{base.variant}, {base.lr:g}: {base.loss:.4f}"
-        title += f"<br>{in_seeds(len(base.seeds))}{chosen_by(self.experiments[0][1])} ({commits})"
-        by_verdict: dict[str, list[str]] = {}
-        for variant, compared in self.variants:
-            verdict, cell = self.cell(variant, compared)
-            by_verdict.setdefault(verdict, []).append(cell)
-        for verdict in (BETTER, NOT_RESOLVED, NO_DIFFERENCE, WORSE, EQUAL, TOO_FEW, CHOSE, DIVERGED):
-            if cells := by_verdict.get(verdict):
-                yield f"| {title} | {verdict} | {'<br>'.join(cells)} |"
-                title = "..."
-
-    def cell(self, variant: str, compared: Compared) -> tuple[str, str]:
-        """Return the verdict on a variant, and its learning rate, difference and half-width."""
-        experiment, comparison = compared
-        row = best(comparison, variant)
-        if row.interval is None:
-            return DIVERGED, variant
-        if [name for name, _ in self.variants].count(variant) > 1:
-            variant = f"{variant} ({experiment.key.commit})"
-        interval = row.interval
-        half = "" if not interval.has_verdict else f" ± {interval.half_width:.4f}"
-        paired = [seed for seed, delta in zip(row.seeds, row.deltas, strict=True) if delta is not None]
-        other = f" (seed{'s' * (len(paired) > 1)} {', '.join(map(str, paired))})"
-        seeds = "" if paired == [*self.baseline.seeds] else other
-        signs = interval.words.removeprefix(interval.verdict).replace(":", ",")
-        return interval.verdict, f"{variant}, {row.lr:g}: {interval.mean:+.4f}{half}{seeds}{signs}"
-
-
-def groups(compared: Iterable[Compared]) -> list[Group]:
-    """Return experiments grouped by baseline runs.
-
-    A variant appears once in a group, unless its runs differ; with one seed, only where no group has more.
-    """
-    same: dict[object, list[Compared]] = {}
-    for experiment, comparison in compared:
-        base = comparison.baseline
-        same.setdefault((experiment.setting, base, best_runs(comparison, base)), []).append((experiment, comparison))
-    merged = [Group(members, distinct(members)) for members in same.values()]
-    tried = {(x.setting, v) for group in merged if len(group.baseline.seeds) > 1 for v, (x, _) in group.variants}
-    for i, group in enumerate(merged):
-        if len(group.baseline.seeds) == 1:
-            new = [(v, (x, c)) for v, (x, c) in group.variants if (x.setting, v) not in tried]
-            merged[i] = Group(group.experiments, new)
-    return [group for group in merged if group.variants]
-
-
-def distinct(compared: Iterable[Compared]) -> list[tuple[str, Compared]]:
-    """Return the variants of experiments but the baseline, those with the same best runs once."""
-    variants: dict[object, tuple[str, Compared]] = {}
-    for experiment, comparison in compared:
-        for variant in comparison.variants[1:]:
-            variants.setdefault((variant, best_runs(comparison, variant)), (variant, (experiment, comparison)))
-    return list(variants.values())
+def lines(rows: Rows, experiment: Experiment, comparison: Comparison) -> Iterator[str]:
+    """Yield a line for each variant: the setting with the baseline's loss, the variant, its difference."""
+    base, *others = comparison.best
+    title = f"**{experiment.setting}**<br>{base.variant}, {base.lr:g}: {base.loss:.4f} ({experiment.key.commit})"
+    for row in others:
+        rate = "" if row.lr is None else f", {row.lr:g}"
+        place = Place(experiment.key, row.variant, base.variant)
+        yield f"| {title} | {row.variant}{rate} | {difference(rows, place) if row.interval else 'diverged'} |"
+        title = "..."
 
 
 def page(text: str, compared: Sequence[Compared]) -> str:
     """Return the page with its tables replaced; the comment before each names the tables that its rows are of."""
-    left = {experiment.key.table for experiment, _ in compared}
+    rows, left = by_key(compared), {experiment.key.table for experiment, _ in compared}
 
     def table(place: re.Match[str]) -> str:
         names = place[1].split(", ")
         left.difference_update(names)
-        rows = ["| trained; baseline | verdict | variant, learning rate: difference |", "|---|---|---|"]
-        for group in groups(x for name in names for x in compared if x[0].key.table == name):
-            rows += group.rows()
-        return f"<!-- rows of {place[1]} -->\n\n" + "\n".join(rows) + "\n"
+        body = ["| trained; baseline | variant, learning rate | difference |", "|---|---|---|"]
+        for name in names:
+            body += [line for pair in compared if pair[0].key.table == name for line in lines(rows, *pair)]
+        return f"<!-- rows of {place[1]} -->\n\n" + "\n".join(body) + "\n"
 
     text = re.sub(r"(?m)^<!-- rows of (.*) -->\n\n?(?:\|.*\n)*", table, text)
     if left:
