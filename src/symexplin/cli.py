@@ -374,11 +374,11 @@ def _reproduce(
 ) -> None:
     r"""Run a table of the paper, or one beyond it, and compare the results with the paper's numbers.
 
-    Every variant is trained at every learning rate with every seed. A panel is one size of the model. report.html and
-    table.csv in the folder have the paper's number, the measured one, the difference, and for each claim whether it
-    holds. Without NAME the tables are listed. The text is the standard library's at the scale mini, OpenWebText at the
-    scale paper, otherwise what --data names. With --resume the same command continues, or adds variants, learning rates
-    and seeds. `reproduce profile` prints the time of the parts of a training step instead, which is table 11.
+    Every variant is trained at every learning rate with every seed. A panel is one size of the model. report.html in
+    the folder has the paper's number, the measured one, the difference, and for each claim whether it holds. Without
+    NAME the tables are listed. The text is the standard library's at the scale mini, OpenWebText at the scale paper,
+    otherwise what --data names. With --resume the same command continues, or adds variants, learning rates and seeds.
+    `reproduce profile` prints the time of the parts of a training step instead, which is table 11.
 
     Args:
         name: name of a table, or a TOML file of one

@@ -31,31 +31,26 @@ def verdict(found, said):
     return judge(said, [found], LOSSES, "mini")
 
 
-def test_a_claim_is_judged_at_own_best_rates_and_the_shared_rate_stands_beside(tmp_path):
+def test_a_claim_is_judged_at_own_best_rates_and_of_runs_that_should_be_the_same_at_the_shared_one(tmp_path):
     # Own best rates: 0.01 for A, 0.001 for B.
     loss = {("A", 0.001): 2.5, ("A", 0.01): [2.0, 2.1, 2.2], ("B", 0.001): [1.9, 2.01, 2.1], ("B", 0.01): 2.4}
     found = verdict(panel(tmp_path, loss, lrs=(0.001, 0.01)), claim())
     only = found.panels[0]
-    assert (found.verdict, only.best.verdict, only.shared.verdict) == (HELD, HELD, NOT_RESOLVED)
-    assert only.shared.text.startswith("all 3 seeds are higher; final loss of B minus that of A: ")
-    assert only.best.interval.values == pytest.approx((-0.1, -0.09, -0.1))
-    assert only.shared.interval.mean == pytest.approx(0.3)
+    assert found.verdict == only.verdict == HELD
+    assert only.interval.values == pytest.approx((-0.1, -0.09, -0.1))
     assert only.sentence == (
-        "p: held: final loss of B minus that of A: -0.0967 (99%: -0.1297 to -0.0636); at the shared rate "
-        "not resolved: +0.3000 (99%: -0.2730 to +0.8730); the paper has -0.1."
+        "p: held: final loss of B minus that of A: -0.0967 (99%: -0.1297 to -0.0636); the paper has -0.1."
     )
     # The seed that chose the rates does not count.
     loss = {"A": [2.0, *A], "B": [1.9, *(loss + 0.1 for loss in A)]}
     only = verdict(
         panel(tmp_path, loss, "c", lrs=(0.001, 0.01), seeds=range(4), confirm_seeds=(1, 2, 3)), claim()
     ).panels[0]
-    assert (only.best.verdict, only.best.interval.values) == (DID_NOT, pytest.approx((0.1, 0.1, 0.1)))
-    # Runs that should be the same are compared at the shared rate.
+    assert (only.verdict, only.interval.values) == (DID_NOT, pytest.approx((0.1, 0.1, 0.1)))
     loss = {("A", 0.001): 2.0, ("A", 0.01): 3.0, ("B", 0.001): 2.0 + 1e-5, ("B", 0.01): 1.9}
     same = claim("same", measure="most_apart", bound=1e-3)
     only = verdict(panel(tmp_path, loss, "q", lrs=(0.001, 0.01)), same).panels[0]
-    assert only.shared == only.best
-    assert (only.best.verdict, only.best.interval.mean) == (HELD, pytest.approx(1e-5, rel=1e-2))
+    assert (only.verdict, only.interval.mean) == (HELD, pytest.approx(1e-5, rel=1e-2))
 
 
 A = [2.0, 2.1, 2.2]
@@ -101,7 +96,7 @@ def test_the_rule(tmp_path, test, gaps, bound, expected):
     assert found.verdict == expected
     if expected == UNTESTED:
         reason = "too few seeds; " if len(gaps) < 3 else f"the interval contains the bound of {bound:g}; "
-        assert found.panels[0].best.text.startswith(reason)
+        assert found.panels[0].text.startswith(reason)
 
 
 def curves(gaps):
@@ -134,7 +129,7 @@ def curves(gaps):
 def test_measures_of_curves(tmp_path, measure, gaps, value):
     found = panel(tmp_path, {"A": 3.0, "B": 3.0}, curve=curves(gaps))
     (judged,) = verdict(found, claim("same", measure=measure, bound=1.0)).panels
-    assert judged.best.interval.mean == pytest.approx(value, abs=1e-9)
+    assert judged.interval.mean == pytest.approx(value, abs=1e-9)
     assert (judged.paper is None) == (measure != "final")  # its losses say nothing about whole curves
 
 
@@ -146,11 +141,11 @@ def test_steps_to_a_loss_and_time():
         curves = {name: tuple((step, 5.0 - step * falls[name]) for step in (0, 30, 60, 90, 120)) for name in falls}
         runs = tuple(Run(name, 0.001, 0, curve, tokens_per_second=paces[name]) for name, curve in curves.items())
         ended = PanelResult("p", "1x1", Comparison(runs, "A"))
-        return verdict(ended, claim("within", measure=measure, bound=30.0)).panels[0].best
+        return verdict(ended, claim("within", measure=measure, bound=30.0)).panels[0]
 
     assert found("steps_to_3", 0.025, 1000.0).interval.mean == pytest.approx(2.0 / 0.025 - 2.0 / 0.02)
     assert found("slower", 0.025, 1000.0).interval.mean == pytest.approx(0.1)
-    nothing = (UNTESTED, "the runs of B and A do not have it", None)
+    nothing = ("p", None, UNTESTED, "the runs of B and A do not have it", None)
     assert found("steps_to_3", 0.01, None) == found("slower", 0.01, None) == nothing
 
 
@@ -159,8 +154,7 @@ def test_what_one_scale_alone_can_test_is_no_test_elsewhere(tmp_path):
     said = claim(scale="paper")
     assert judge(said, [found], LOSSES, "paper").verdict == HELD
     (only,) = judge(said, [found], LOSSES, "mini").panels
-    assert only.best == only.shared == (UNTESTED, "only scale paper can test it", None)
-    assert only.paper == pytest.approx(-0.1)
+    assert only == ("p", pytest.approx(-0.1), UNTESTED, "only scale paper can test it", None)
 
 
 def test_scales_are_read_from_the_runs(tmp_path):
@@ -175,8 +169,8 @@ def test_scales_are_read_from_the_runs(tmp_path):
     found = panel(tmp_path, {"A": 2.0, "B": 2.0}, maps=maps, stats=stats)
     for measure, mean in (("e_change", 0.31), ("l_change", -0.39), ("m_change", -0.02)):
         judged = verdict(found, claim("within", against="", measure=measure, bound=0.5, paper=0.38)).panels[0]
-        assert judged.best.interval.mean == pytest.approx(mean)
-        assert (judged.best.verdict, judged.paper) == (HELD, 0.38)
+        assert judged.interval.mean == pytest.approx(mean)
+        assert (judged.verdict, judged.paper) == (HELD, 0.38)
 
 
 def test_what_has_no_numbers_is_no_test_but_for_a_variant_that_diverges_alone(tmp_path):
@@ -189,7 +183,8 @@ def test_what_has_no_numbers_is_no_test_but_for_a_variant_that_diverges_alone(tm
         (found, claim("above", **of_scale), UNTESTED, "B did not stay finite in every seed"),
         (found, claim("above", variant="C", **of_scale), UNTESTED, "the runs of C do not have it"),
     ):
-        assert verdict(ended, said).panels[0].best == (expected, reason, None)
+        only = verdict(ended, said).panels[0]
+        assert (only.verdict, only.text, only.interval) == (expected, reason, None)
     # What did not run has no verdict.
     assert verdict(found, claim(variant="D")).panels == verdict(unfinished("p", "1x1"), claim()).panels == []
     for seeds, expected in (((0,), DISAGREES), ((0, 1), UNTESTED)):
@@ -220,7 +215,7 @@ def test_growth_of_a_gain_is_paired_over_panels(tmp_path, first, last, expected)
     (only,) = found.panels
     assert (only.panel, only.paper) == ("small to large", pytest.approx(-0.2))
     if len(first) == len(last):
-        assert only.best.interval.values == pytest.approx([a - b for a, b in zip(first, last, strict=True)])
+        assert only.interval.values == pytest.approx([a - b for a, b in zip(first, last, strict=True)])
     assert judge(said, [small, unfinished("large", "9x9")], LOSSES, "mini").verdict == UNTESTED
     assert judge(said, [large], LOSSES, "mini").panels == []
 
@@ -231,7 +226,7 @@ def test_the_worst_panel_counts_and_what_tests_nothing_does_not(tmp_path):
         for name, paper, end in (("s", "1x1", 1.9), ("m", "9x9", 2.1))
     )
     panels = [gain, loss, unfinished("l", "7x7")]
-    assert [each.best.verdict for each in judge(claim(), panels, LOSSES, "mini").panels] == [HELD, DID_NOT]
+    assert [each.verdict for each in judge(claim(), panels, LOSSES, "mini").panels] == [HELD, DID_NOT]
     for named, expected in (((), DID_NOT), (("9x9",), DID_NOT), (("1x1", "7x7"), HELD), (("5x5",), UNTESTED)):
         assert judge(claim(panels=named), panels, LOSSES, "mini").verdict == expected
 

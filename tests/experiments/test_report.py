@@ -1,12 +1,11 @@
-import csv
-import json
 import re
 
 import pytest
 
 from pages import Page
+from symexplin.experiments.claims import judge
 from symexplin.experiments.report import report_table
-from symexplin.experiments.tables import load_table
+from symexplin.experiments.tables import load_table, read_table
 from table_folders import table_folder
 
 BASE = {"AdamW": 2.0, "full": 1.9, "fixed_curvature": 1.85, "fixed_pathways": 1.99, "frozen": 2.05}
@@ -31,11 +30,6 @@ def frozen(tmp_path_factory):
 
 def row_of(page, start):
     return next(row for row in page.rows if row and row[0] == start)
-
-
-def rows_of(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def test_the_page_of_a_finished_table(frozen):
@@ -64,33 +58,19 @@ def test_the_page_of_a_finished_table(frozen):
     assert "<script" not in page.html
 
 
-def test_verdicts_are_the_same_on_the_page_the_terminal_and_in_the_csv(frozen):
+def test_verdicts_are_the_same_on_the_page_and_the_terminal(frozen):
     folder, page, told = frozen
-    found = {row["claim"]: row for row in rows_of(folder / "claims.csv")}
-    assert {row["verdict"] for row in found.values()} == {"held", "did not hold", "no difference detected"}
-    for text, row in found.items():
-        for said in (told.partition(f"{row['verdict']}: {text}")[2], page.text.partition(text)[2]):
-            assert f"128x4: {row['verdict']}: {row['text']}; " in " ".join(said.split("\n")[:5])
-    row = next(row for row in found.values() if (row["variant"], row["against"]) == ("frozen", "AdamW"))
-    assert row["verdict"] == "did not hold"
-    assert float(row["measured"]) == pytest.approx(0.0503, abs=1e-4)
-    assert float(row["paper"]) == pytest.approx(2.9341 - 2.9522)
-
-
-def test_numbers_of_the_csv_are_the_comparisons(frozen):
-    folder = frozen[0]
-    found = json.loads((folder / "panels/128x4/comparison.json").read_text())
-    rows = rows_of(folder / "table.csv")
-    assert len(rows) == 2 * len(found["best"])
-    for kind, side in (("own best rate", "best"), ("shared rate", "shared")):
-        chosen = [row for row in rows if row["compared_at"] == kind]
-        for row, wanted in zip(chosen, found[side], strict=True):
-            assert (row["panel"], row["stands_for"], row["variant"]) == ("128x4", "1024x12", wanted["variant"])
-            for name in ("loss", "delta", "speedup"):
-                expected = wanted[name]
-                assert (row[name] == "") if expected is None else float(row[name]) == pytest.approx(expected, abs=1e-6)
-    full = next(row for row in rows if row["variant"] == "full")
-    assert float(full["paper_delta"]) == pytest.approx(2.9295 - 2.9522)
+    table = read_table(folder)
+    for claim in table.claims:
+        judged = judge(claim, table.panels, table.reported["loss"], "mini")
+        said = f"{judged.verdict}: {claim.text}"
+        assert said in told
+        (panel,) = judged.panels
+        for text in (told.partition(said)[2], page.text.partition(claim.text)[2]):
+            assert panel.sentence in " ".join(text.split("\n")[:5])
+    (line,) = (line for line in told.splitlines() if "final loss of frozen minus that of AdamW: " in line)
+    assert line.startswith("  128x4: did not hold: final loss of frozen minus that of AdamW: +0.050")
+    assert line.endswith(f"; the paper has {2.9341 - 2.9522:+.4g}.")
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -103,17 +83,13 @@ def test_an_unfinished_table_says_what_is_missing(tmp_path):
     )
     page = Page(report_table(out))
     assert "Unfinished: 2 of 4 panels to go (64x4, 128x4)." in page.text
-    claims = rows_of(out / "claims.csv")
-    assert {row["panel"] for row in claims} == {"64x2", "128x2", "64x2 to 128x2"}  # nothing of what did not run
-    assert "64x4:" not in page.text
-    growth = {row["panel"]: row["verdict"] for row in claims if " to " in row["panel"]}
-    assert growth == {"64x2 to 128x2": "not tested at this scale"}  # all differences are equal
+    assert set(re.findall(r"(\d+x\d+(?: to \d+x\d+)?): ", page.text)) == {"64x2", "128x2", "64x2 to 128x2"}
+    assert "64x2 to 128x2: not tested at this scale" in page.text  # all differences are equal
     missing = [panel.name for panel in load_table("frozen", "mini").panels]
     empty = table_folder(tmp_path / "empty", "frozen", loss, missing=missing)
     text = Page(report_table(empty)).text
     assert "Unfinished: 1 of 1 panels to go" in text
     assert "No claim of the paper is about what was run." in text
-    assert (empty / "table.csv").read_text() == ""
 
 
 @pytest.mark.usefixtures("undrawn")

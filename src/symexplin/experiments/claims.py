@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Literal, NamedTuple
 
 from symexplin.checks import check_choice
-from symexplin.lab.compare.comparison import Comparison, Run, share_of_steps, steps_to
+from symexplin.lab.compare.comparison import Comparison, Row, Run, share_of_steps, steps_to
 from symexplin.lab.compare.interval import (
     BETTER,
     CHOSE,
@@ -27,7 +27,7 @@ from symexplin.lab.compare.interval import (
 from symexplin.lab.settings import Schema
 
 __all__ = [
-    *("MEASURES", "VERDICTS", "Claim", "ClaimVerdict", "Judgement", "PanelResult", "Verdict"),
+    *("MEASURES", "VERDICTS", "Claim", "ClaimVerdict", "PanelResult", "Verdict"),
     *("judge", "reported_gap"),
 ]
 
@@ -165,34 +165,23 @@ class Claim(Schema):
             raise ValueError(f"bound must be given with {', '.join(_BOUNDS)} alone, got {self.bound} with {self.test}")
 
 
-class Judgement(NamedTuple):
-    """The result of a claim at one choice of learning rates; `interval` is None where there are no numbers."""
+class Verdict(NamedTuple):
+    """The result of a claim in one panel ("A to B" for a change from A to B), beside the paper's own number.
 
+    `interval` is None where there are no numbers.
+    """
+
+    panel: str
+    paper: float | None
     verdict: str
     text: str
     interval: Interval | None = None
 
-
-class Verdict(NamedTuple):
-    """The result of a claim in one panel ("A to B" for a change from A to B), beside the paper's own number.
-
-    `best` is with each variant at its own best learning rate and counts, `shared` with all at the baseline's best.
-    """
-
-    panel: str
-    best: Judgement
-    shared: Judgement
-    paper: float | None
-
     @property
     def sentence(self) -> str:
         """The result in words."""
-        text = f"{self.panel}: {self.best.verdict}: {self.best.text}"
-        if self.shared == self.best:
-            text += "; the same at the shared rate"
-        else:
-            text += f"; at the shared rate {self.shared.verdict}: {self.shared.interval or self.shared.text}"
-        return text + ("." if self.paper is None else f"; the paper has {self.paper:+.4g}.")
+        ending = "." if self.paper is None else f"; the paper has {self.paper:+.4g}."
+        return f"{self.panel}: {self.verdict}: {self.text}{ending}"
 
 
 class ClaimVerdict(NamedTuple):
@@ -204,7 +193,7 @@ class ClaimVerdict(NamedTuple):
     @property
     def verdict(self) -> str:
         """Return the worst verdict of the panels; those that test nothing count if all do."""
-        verdicts = {panel.best.verdict for panel in self.panels}
+        verdicts = {panel.verdict for panel in self.panels}
         return next((verdict for verdict in VERDICTS if verdict in verdicts), UNTESTED)
 
 
@@ -234,12 +223,22 @@ def _verdict(claim: Claim, panels: Sequence[PanelResult], losses: Losses, scale:
     """Return the verdict in a panel, or on the change from the first of two panels to the last."""
     comparisons = [panel.comparison for panel in panels if panel.comparison]
     names = [panel.name for panel in panels]
-    if claim.scale in ("", scale):
-        shared = _judge(claim, comparisons, "shared", names)
-        best = shared if claim.test == "same" else _judge(claim, comparisons, "best", names)
-    else:
-        shared = best = Judgement(UNTESTED, f"only scale {claim.scale} can test it")
-    return Verdict(" to ".join(names), best, shared, _of_paper(claim, panels, losses))
+    about = " to ".join(names), _of_paper(claim, panels, losses)
+    if claim.scale not in ("", scale):
+        return Verdict(*about, UNTESTED, f"only scale {claim.scale} can test it")
+    try:
+        *first, last = (_numbers(claim, comparison) for comparison in comparisons)
+    except _NoNumbersError as error:
+        return Verdict(*about, *error.args)
+    before = first[0] if first else dict.fromkeys(last, 0.0)
+    if before.keys() != last.keys():
+        return Verdict(*about, UNTESTED, "the seeds differ")
+    interval = _interval(claim, comparisons, {seed: last[seed] - before[seed] for seed in last})
+    verdict, reason = _test(claim, interval)
+    if first and verdict in (HELD, AGREES) and fmean(last.values()) >= 0:  # a smaller loss is no gain
+        verdict, reason = DID_NOT if verdict == HELD else DISAGREES, f"there is no gain at {names[-1]}; "
+    words = MEASURES[claim.measure].words.format(variant=claim.variant, against=claim.against)
+    return Verdict(*about, verdict, f"{reason}{'change of the ' if first else ''}{words}: {interval}", interval)
 
 
 def _of_paper(claim: Claim, panels: Sequence[PanelResult], losses: Losses) -> float | None:
@@ -252,36 +251,24 @@ def _of_paper(claim: Claim, panels: Sequence[PanelResult], losses: Losses) -> fl
     return last - sum(first)
 
 
-def _judge(claim: Claim, comparisons: Sequence[Comparison], which: str, names: Sequence[str]) -> Judgement:
-    """Judge a claim with the variants at their "best" or "shared" learning rates."""
-    try:
-        *first, last = (_numbers(claim, comparison, which) for comparison in comparisons)
-    except _NoNumbersError as error:
-        return Judgement(*error.args)
-    before = first[0] if first else dict.fromkeys(last, 0.0)
-    if before.keys() != last.keys():
-        return Judgement(UNTESTED, "the seeds differ")
-    interval = _interval(claim, comparisons, which, {seed: last[seed] - before[seed] for seed in last})
-    verdict, reason = _test(claim, interval)
-    if first and verdict in (HELD, AGREES) and fmean(last.values()) >= 0:  # a smaller loss is no gain
-        verdict, reason = DID_NOT if verdict == HELD else DISAGREES, f"there is no gain at {names[-1]}; "
-    words = MEASURES[claim.measure].words.format(variant=claim.variant, against=claim.against)
-    return Judgement(verdict, f"{reason}{'change of the ' if first else ''}{words}: {interval}", interval)
+def _rows(claim: Claim, comparison: Comparison) -> tuple[Row, ...]:
+    """Return the rows of the learning rates at which a claim is judged: each at its best, or the same for all."""
+    return comparison.rows("shared" if claim.test == "same" else "best")
 
 
-def _interval(claim: Claim, comparisons: Sequence[Comparison], which: str, values: Mapping[int, float]) -> Interval:
+def _interval(claim: Claim, comparisons: Sequence[Comparison], values: Mapping[int, float]) -> Interval:
     """Return the interval of a claim's numbers: of a loss beside the baseline's, that of the table of all variants."""
     chose = any(values.keys() & {*comparison.choosing_seeds} for comparison in comparisons)
     if len(comparisons) == 1 and claim.measure == "final" and claim.against == comparisons[0].baseline and not chose:
-        row = next(row for row in comparisons[0].rows(which) if row.variant == claim.variant)
+        row = next(row for row in _rows(claim, comparisons[0]) if row.variant == claim.variant)
         if row.interval is not None:
             return row.interval
     return Interval(tuple(values.values()), chose=chose)
 
 
-def _numbers(claim: Claim, comparison: Comparison, which: str) -> dict[int, float]:
+def _numbers(claim: Claim, comparison: Comparison) -> dict[int, float]:
     """Return the number of each seed."""
-    lrs = {row.variant: row.lr for row in comparison.rows(which)}
+    lrs = {row.variant: row.lr for row in _rows(claim, comparison)}
     runs = [comparison.at(variant, lrs[variant]) for variant in claim.variants]
     seeds = comparison.seeds if claim.test == "same" else comparison.counted_seeds
     finite = [{*seeds} <= {seed for seed, run in own.items() if run.loss is not None} for own in runs]

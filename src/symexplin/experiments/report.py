@@ -1,30 +1,27 @@
 """The report of a table: the measured losses beside the paper's, and a verdict on each claim."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from symexplin.experiments.claims import VERDICTS, ClaimVerdict, PanelResult, judge, reported_gap
 from symexplin.experiments.tables import PANELS, Table, read_table
 from symexplin.lab.compare.cells import Cell, Column, cells
 from symexplin.lab.compare.comparison import ONE_LR, Comparison, Row
-from symexplin.lab.files import write_csv
+from symexplin.lab.compare.grid import COMPARISON
 from symexplin.lab.report.charts import comparison_figures
 from symexplin.lab.report.pages import Card, Grid, Section, reading, write_page
 
 __all__ = ["report_table"]
 
-_RESULTS, _CLAIMS = "table.csv", "claims.csv"
 _JUDGED = """\
-Differences are taken between runs of one seed, which share the order of their data. From three seeds on, the means \
-of all variants have 99% intervals that hold together. A claim held if the interval lies on the claimed side of \
-zero, or within the bound; it did not hold if the interval lies on the other side, or beyond the bound. An interval \
+Differences are taken between runs of one seed, with each variant at its own best learning rate. From three seeds on, \
+the means of all variants have 99% intervals that hold together. A claim held if the interval lies on the claimed side \
+of zero, or within the bound; it did not hold if the interval lies on the other side, or beyond the bound. An interval \
 that contains zero is "not resolved" if all seeds point one way, else "no difference detected"; half of it is the \
 smallest mean that would count. Seeds that chose between learning rates do not judge. An interval that contains the \
 bound tests nothing. One seed is judged as the paper judges its own, by that run's sign or by whether it keeps to \
-the bound; two seeds are too few. Runs that should be the same held if they stay within the bound in every seed. The \
-verdict is that of each variant at its own best learning rate. Beside it stands the result at the shared rate, the \
-baseline's best: a claim that holds there alone is a learning-rate effect."""
+the bound; two seeds are too few. Runs that should be the same are compared at the baseline's best rate, and held if \
+they stay within the bound in every seed."""
 _READ = """\
 Loss: mean cross entropy on held-out text after the last step, in nats per token. The paper's losses are of other \
 data and larger models, so that only its differences can be compared."""
@@ -33,8 +30,7 @@ data and larger models, so that only its differences can be compared."""
 def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) -> Path:
     """Write the report of a table's folder, finished or not, and return the page's path.
 
-    report.html opens without network. table.csv has a row for each variant of each panel at its own best and at the
-    shared learning rate, claims.csv one for each claim in each panel.
+    report.html opens without network.
 
     Args:
         out: the folder.
@@ -47,10 +43,7 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
         judged = [judge(claim, outcome.panels, losses, outcome.scale) for claim in outcome.claims]
         claims = [claim for claim in judged if claim.panels]
         headline = _headline(outcome, claims)
-        finished = [(panel, panel.comparison) for panel in outcome.panels if panel.comparison]
-        write_csv(out / _RESULTS, [row for pair in finished for row in _rows(outcome, *pair)])
-        write_csv(out / _CLAIMS, [row for claim in claims for row in _claim_rows(outcome, claim)])
-        page = write_page(out, outcome.title, list(_sections(outcome, out, headline, claims, finished)))
+        page = write_page(out, outcome.title, list(_sections(outcome, out, headline, claims)))
     lines = ["", *headline]
     for claim in claims:
         lines += [f"{claim.verdict}: {claim.claim.text}", *(f"  {panel.sentence}" for panel in claim.panels)]
@@ -79,11 +72,7 @@ def _headline(outcome: Table[PanelResult], claims: Sequence[ClaimVerdict]) -> li
 
 
 def _sections(
-    outcome: Table[PanelResult],
-    out: Path,
-    headline: Sequence[str],
-    claims: Sequence[ClaimVerdict],
-    finished: Sequence[tuple[PanelResult, Comparison]],
+    outcome: Table[PanelResult], out: Path, headline: Sequence[str], claims: Sequence[ClaimVerdict]
 ) -> Iterator[Section]:
     place = f"the paper's {outcome.place}" if outcome.place else "beyond the paper"
     yield Section(note=f"Table {outcome.name} at scale {outcome.scale}: {place}. {outcome.about}", sentences=headline)
@@ -94,11 +83,12 @@ def _sections(
         ]
         yield Section("The paper's claims", cards)
         yield Section("How a claim is judged", note=_JUDGED, folded=True)
-    for panel, comparison in finished:
-        yield _panel_section(outcome, panel, comparison)
+    for panel in outcome.panels:
+        if panel.comparison:
+            yield _panel_section(outcome, panel, panel.comparison)
     figures = "; ".join(f"symexplin figure {name} {out}" for name in outcome.figures)
     made = f"symexplin reproduce {outcome.name} --scale {outcome.scale}"
-    files = {"made by": made, "figures": figures, "numbers": f"{_RESULTS}, {_CLAIMS}"}
+    files = {"made by": made, "figures": figures, "numbers": f"{PANELS}/*/{COMPARISON}"}
     yield Section("Where it comes from", grids=[Grid.of_facts({key: text for key, text in files.items() if text})])
     if outcome.assumptions:
         yield Section("What the paper leaves unsaid", grids=[Grid.of_facts(outcome.assumptions)], folded=True)
@@ -130,71 +120,15 @@ def _columns(
 
 def _papers(outcome: Table[PanelResult], panel: PanelResult, comparison: Comparison) -> Iterator[Column]:
     """Yield the columns of the paper's numbers, if it has any."""
-    names = {"loss": ".4f", "difference": "+.4f", "speedup": ".2f"}
-    numbers = [_reported(outcome, panel, comparison, variant) for variant in comparison.variants]
-    for (name, form), column in zip(names.items(), zip(*numbers, strict=True), strict=True):
-        if any(number is not None for number in column):
-            yield f"paper's {name}", [Cell("" if number is None else f"{number:{form}}") for number in column]
-
-
-def _reported(
-    outcome: Table[PanelResult], panel: PanelResult, comparison: Comparison, variant: str
-) -> tuple[float | None, float | None, float | None]:
-    """Return the paper's loss, difference and speedup of a variant."""
     losses, speedups = (outcome.reported.get(name, {}) for name in ("loss", "speedup"))
-    base, place = comparison.baseline, panel.stands_for
-    gap = reported_gap(losses, place, variant, base) if variant != base else None
-    return losses.get(place, {}).get(variant), gap, speedups.get(place, {}).get(variant)
-
-
-def _rows(outcome: Table[PanelResult], panel: PanelResult, comparison: Comparison) -> Iterator[dict[str, Any]]:
-    """Yield the rows of each variant in table.csv: at its own best learning rate, and at the shared one."""
-    for pair in zip(comparison.best, comparison.shared, strict=True):
-        variant = pair[0].variant
-        papers = zip(("loss", "delta", "speedup"), _reported(outcome, panel, comparison, variant), strict=True)
-        known = {
-            "table": outcome.name,
-            "scale": outcome.scale,
-            "panel": panel.name,
-            "stands_for": panel.stands_for,
-            "variant": variant,
-            "label": comparison.label(variant),
-            **{f"paper_{name}": number for name, number in papers},
-        }
-        for row, compared_at in zip(pair, ("own best rate", "shared rate"), strict=True):
-            yield {**known, **_measured(row, compared_at)}
-
-
-def _measured(row: Row, compared_at: str) -> dict[str, Any]:
-    """Return the columns of table.csv that a row of a comparison gives."""
-    interval = None if row.delta is None else row.interval
-    return {
-        "compared_at": compared_at,
-        "lr": row.lr,
-        "seeds": list(row.seeds),
-        **{key: getattr(row, key) for key in ("finite", "loss", "spread", "delta", "speedup", "reached")},
-        "least": None if interval is None or not interval.has_verdict else interval.half_width,
-        "shown": "not finite" if interval is None else interval.words,
+    place, base = panel.stands_for, comparison.baseline
+    gaps = {v: None if v == base else reported_gap(losses, place, v, base) for v in comparison.variants}
+    own: dict[str, tuple[Mapping[str, float | None], str]] = {
+        "loss": (losses.get(place, {}), ".4f"),
+        "difference": (gaps, "+.4f"),
+        "speedup": (speedups.get(place, {}), ".2f"),
     }
-
-
-def _claim_rows(outcome: Table[PanelResult], judged: ClaimVerdict) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a claim in claims.csv, one per panel."""
-    claim = judged.claim
-    for panel in judged.panels:
-        best, shared = panel.best.interval, panel.shared.interval
-        yield {
-            "table": outcome.name,
-            "scale": outcome.scale,
-            "claim": claim.text,
-            **{key: getattr(claim, key) for key in ("place", "variant", "against", "measure", "test", "bound")},
-            "panel": panel.panel,
-            "verdict": panel.best.verdict,
-            "text": panel.best.text,
-            "measured": best.mean if best else None,
-            "low": best.low if best else None,
-            "high": best.high if best else None,
-            "verdict_at_shared_rate": panel.shared.verdict,
-            "measured_at_shared_rate": shared.mean if shared else None,
-            "paper": panel.paper,
-        }
+    for name, (numbers, form) in own.items():
+        known = [numbers.get(variant) for variant in comparison.variants]
+        if any(number is not None for number in known):
+            yield f"paper's {name}", [Cell("" if number is None else f"{number:{form}}") for number in known]

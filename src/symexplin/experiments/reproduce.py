@@ -2,7 +2,7 @@
 
 table.json      what it is              data/   the tokens, unless prepared ones were given
 panels/PANEL/   a comparison each (symexplin.lab.compare)
-report.html, table.csv, claims.csv      the results (symexplin.experiments.report)
+report.html     the result (symexplin.experiments.report)
 
 What needs torch is imported where it is used, so that the help of the command comes at once.
 """
