@@ -23,9 +23,8 @@ def runs(tmp_path_factory):
 def compared(tmp_path):
     """A maker of a comparison's folder, see `table_folders.comparison`; `trained` are runs in it, {name: folder}."""
 
-    def make(name="c", width=64, depth=2, trained=None, **changes):
-        config = {"model": {"width": width, "depth": depth}, "train": {"steps": 100}}
-        folder = comparison(tmp_path / name, config=config, **changes)
+    def make(name="c", trained=None, **changes):
+        folder = comparison(tmp_path / name, **changes)
         (folder / "runs").mkdir()
         for run, place in (trained or {}).items():
             (folder / "runs" / run).symlink_to(place)

@@ -5,7 +5,6 @@ import pytest
 
 from symexplin import cli
 from symexplin.experiments.figures import FIGURES, draw, format_figures, save_figure
-from table_folders import comparison
 
 
 def test_the_fifteen_of_the_paper_are_there():
@@ -36,19 +35,10 @@ def test_a_figure_is_written_with_its_text_and_the_same_each_time(tmp_path):
         ("loss_curves", ["."], "a comparison or a table, or a run .*, got '.'"),
         ("heavy_tail", ["."], "give a safetensors file, or a folder"),
         ("raw_effective", ["no/such"], "no/such"),
-        ("mechanism_ablations", ["damaged"], "damaged, or of another version of symexplin: delete it"),
-        (
-            "loss_curves",
-            ["command"],
-            "got 'command', a comparison of a command: the charts that it has are in its report.html",
-        ),
     ],
 )
 def test_a_source_that_does_not_fit_is_named(tmp_path, monkeypatch, name, sources, words):
     monkeypatch.chdir(tmp_path)
-    comparison(tmp_path / "command", config={"command": "x"})
-    (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / "comparison.json").write_text("{}")
     with pytest.raises((ValueError, FileNotFoundError), match=words):
         draw(name, sources)
 

@@ -1,4 +1,4 @@
-"""The figures of the paper that show data or functions, and two beyond it, from runs, comparisons and weights."""
+"""The figures of the paper that show data or functions, and one beyond it, from runs, comparisons and weights."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -62,7 +62,6 @@ FIGURES: dict[str, FigureSpec] = {
         FigureSpec(maps.mismatched_start, "figure 14, fig:mismatched_init_detail"),
         FigureSpec(weights.optimization_distance, "figure 15, fig:opt_distance", _WEIGHTS, 1),
         FigureSpec(weights.heavy_tail, "figure 16, fig:heavy_tail", _WEIGHTS, 1),
-        FigureSpec(curves.learning_rates, "", _COMPARISONS, None),
         FigureSpec(weights.idea, "", _PAIR, 2),
     )
 }
@@ -72,21 +71,18 @@ def draw(name: str, sources: Sequence[str | Path] = ()) -> Figure:
     """Return a figure of :data:`FIGURES` from as many files and folders as it takes, to give to :func:`save_figure`.
 
     Raises:
-        ValueError: an unknown name, too many or too few sources, one of another kind or damaged.
+        ValueError: an unknown name, too many or too few sources, or one of another kind.
         FileNotFoundError: a source that does not exist.
 
     >>> len(draw("congruent_mismatch").axes)
     2
     """
     spec = FIGURES[check_choice("name", name, FIGURES)]
-    given = ", ".join(repr(str(source)) for source in sources) or "none"
     if not (sources if spec.most is None else min(1, spec.most) <= len(sources) <= spec.most):
+        given = ", ".join(repr(str(source)) for source in sources) or "none"
         raise ValueError(f"sources must be {spec.sources} for {name}, got {len(sources)}: {given}")
-    try:
-        with mpl.rc_context(STYLE):
-            return spec.draw([Path(source) for source in sources])
-    except KeyError as error:
-        raise ValueError(f"{given}: damaged, or of another version of symexplin: {error} is missing") from None
+    with mpl.rc_context(STYLE):
+        return spec.draw([Path(source) for source in sources])
 
 
 def format_figures() -> str:

@@ -1,49 +1,39 @@
-"""Figures of comparisons: figures 5 to 8 of the paper, and final losses by learning rate.
+"""Figures of comparisons: figures 5 to 8 of the paper.
 
 "Best" is each variant at the learning rate with its own lowest loss, "shared" all of them at the baseline's best.
 """
 
-import dataclasses
 import itertools
 import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-import symexplin as sel
-from symexplin.experiments.figures.sources import comparisons, run_config
-from symexplin.lab.build import build_model
+from symexplin.experiments.figures.sources import comparisons
 from symexplin.lab.compare.comparison import Comparison, Row
-from symexplin.lab.config import RunConfig
 from symexplin.lab.report.charts import (
     COLORS,
     GUIDE_LINE,
     STEPS,
     Line,
     draw_losses,
-    draw_sweep,
     mean_line,
     panel,
     sheet,
     styles,
 )
 
-__all__ = [
-    *("learning_rates", "loss_curves", "lr_annealing", "mechanism_ablations", "optimizer_equivalence", "start_slope"),
-]
+__all__ = ["loss_curves", "lr_annealing", "mechanism_ablations", "optimizer_equivalence"]
 
 _ABREAST = 3  # the paper's grid has three depths of each width
 _LATE = 0.4  # the paper's cut of figure 8
 _MAGNIFIED = 1e3
-_BAR = 0.4  # thickness; variants are 1 apart
+_BAR = 0.6  # thickness; variants are 1 apart
 _WRAP = 24  # letters of a line of their labels
-_ENTRY = 0.25  # inches of a row of a legend
-_HATCHED: dict[str, Any] = {"facecolor": "white", "hatch": "///"}
 
 
 def _draw_rows(axes: Axes, compared: Comparison, title: str, rows: Sequence[Row], **options: float) -> None:
@@ -52,14 +42,8 @@ def _draw_rows(axes: Axes, compared: Comparison, title: str, rows: Sequence[Row]
     draw_losses(axes, title, compared, cells, labels, **options)
 
 
-def _size(compared: Comparison) -> tuple[int, int]:
-    """Return width and depth of the model."""
-    model = compared.facts["config"]["model"]
-    return model["width"], model["depth"]
-
-
 def _title(compared: Comparison) -> str:
-    return "{}: width {}, depth {}".format(compared.folder.resolve().name, *_size(compared))
+    return compared.folder.resolve().name
 
 
 def _gap(row: Row) -> str:
@@ -71,8 +55,8 @@ def _gap(row: Row) -> str:
 
 
 def loss_curves(sources: Sequence[Path]) -> Figure:
-    """Draw baseline and best variant by width and depth, with the final gap."""
-    panels = sorted(comparisons(sources), key=_size)
+    """Draw baseline and best variant of each comparison, with the final gap."""
+    panels = comparisons(sources)
     figure, places = sheet(len(panels), min(_ABREAST, len(panels)))
     for axes, compared in zip(places, panels, strict=True):
         best = compared.leader(compared.variants[1:])
@@ -95,29 +79,22 @@ def mechanism_ablations(sources: Sequence[Path]) -> Figure:
 
 
 def _draw_bars(axes: Axes, compared: Comparison) -> None:
-    """Draw a full bar at a variant's own best learning rate, a hatched one at the shared rate, points for seeds."""
-    _, *variants = zip(compared.rows("best"), compared.rows("shared"), strict=True)
-    variants.sort(key=lambda rows: math.inf if rows[0].delta is None else rows[0].delta)
-    for place, (best, shared) in enumerate(variants):
-        color = COLORS[styles(compared.variants)[best.variant] % len(COLORS)]
-        looks = [(best, {"color": color}), (shared, {"edgecolor": color, **_HATCHED})]
-        for aside, (row, look) in enumerate(looks[: 1 if best.lr == shared.lr else 2]):
-            y = place + _BAR * aside
-            if row.delta is not None:
-                axes.barh(y, row.delta, _BAR, **look)
-                axes.plot(np.array(row.deltas), [y] * len(row.deltas), "o", color="black", markersize=3.5)
-            axes.annotate(_gap(row), (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=10.5)
-    # The legend is gray, as colors are those of the variants.
-    axes.fill_between([], [], [], color=GUIDE_LINE["color"], label="own best learning rate")
-    axes.fill_between([], [], [], edgecolor=GUIDE_LINE["color"], label="shared learning rate, if another", **_HATCHED)
-    labels = [textwrap.fill(compared.label(best.variant), _WRAP) for best, _ in variants]
-    axes.set_yticks(range(len(variants)), labels)
-    axes.set_ylim(len(variants) - 0.3, -0.7)  # the best at the top
+    """Draw a bar for each variant, the best at the top, and a point for each seed."""
+    base, *others = compared.rows("best")
+    others.sort(key=lambda row: math.inf if row.delta is None else row.delta)
+    for place, row in enumerate(others):
+        if row.delta is not None:
+            axes.barh(place, row.delta, _BAR, color=COLORS[styles(compared.variants)[row.variant] % len(COLORS)])
+            axes.plot(np.array(row.deltas), [place] * len(row.deltas), "o", color="black", markersize=3.5)
+        axes.annotate(_gap(row), (1.01, place), xycoords=("axes fraction", "data"), va="center", fontsize=10.5)
+    labels = [textwrap.fill(compared.label(row.variant), _WRAP) for row in others]
+    axes.set_yticks(range(len(others)), labels)
+    axes.set_ylim(len(others) - 0.3, -0.7)
     axes.ticklabel_format(axis="x", style="plain")  # a power of ten would lie over the label
     axes.locator_params(axis="x", nbins=4)
     axes.axvline(0.0, color="black", linewidth=1.0)
-    title = f"Final loss against {compared.label(compared.variants[0])}"
-    panel(axes, title, "difference (nats per token), lower is better", "")
+    title = f"Final loss against {compared.label(base.variant)}"
+    panel(axes, title, f"difference in {compared.unit or 'loss'}, lower is better", "")
 
 
 def optimizer_equivalence(sources: Sequence[Path]) -> Figure:
@@ -180,30 +157,3 @@ def _trajectories(compared: Comparison, variant: str, lr: float) -> list[Line]:
             label = f"mean {role}, ends at {np.mean([mean[-1] for mean in means]):.3f}"
             lines.append(mean_line(label, [step for step, _ in seeds[0]], means, style))
     return lines
-
-
-def learning_rates(sources: Sequence[Path]) -> Figure:
-    """Draw final losses by learning rate, and by the step that it makes of effective weights.
-
-    Adam's steps are about a learning rate long in raw weights, and longer by the slope in effective ones. Where a gain
-    is that of a larger step, the lines of the right axes coincide.
-    """
-    panels = comparisons(sources)
-    most = max(len(compared.variants) for compared in panels)
-    figure, places = sheet(2 * len(panels), 2, (6.8, 3.8 + _ENTRY * most))
-    for compared, left, right in zip(panels, places[::2], places[1::2], strict=True):
-        folders = {run.variant: compared.folder_of(run) for run in compared.runs}
-        slopes = {variant: start_slope(run_config(folders[variant])) for variant in compared.variants}
-        labels = {variant: f"{compared.label(variant)} (× {slope:.2f})" for variant, slope in slopes.items()}
-        draw_sweep(left, _title(compared), compared, labels, about="map (× slope)")
-        x_label = "peak learning rate × mean slope at the start (log scale)"
-        draw_sweep(right, _title(compared), compared, labels, slopes, x_label, about="map (× slope)")
-    return figure
-
-
-def start_slope(config: RunConfig) -> float:
-    """Return the mean slope, d w_eff / d w, of the curved matrices at the start of a run; 1 for ordinary weights."""
-    if config.sel.home == "none":
-        return 1.0
-    in_modules = dataclasses.replace(config.sel, home="module")  # layers have the map before any step
-    return sel.stats(build_model(dataclasses.replace(config, sel=in_modules), "cpu"))["slope/mean"]

@@ -45,23 +45,13 @@ def comparisons(sources: Sequence[Path]) -> list[Comparison]:
         if (source / TABLE).exists():
             compared += [panel.comparison for panel in read_table(source).panels if panel.comparison]
         elif (source / COMPARISON).exists():
-            compared.append(_comparison(source))
+            compared.append(Comparison.load(source))
         else:
             wanted = "a comparison or a table, or a run if the figure is of one"
             raise FileNotFoundError(f"sources must be {wanted}, got {str(source)!r}")
     if not compared:
         raise ValueError(f"sources must have a finished comparison, got {', '.join(map(str, sources))}")
     return compared
-
-
-def _comparison(source: Path) -> Comparison:
-    comparison = Comparison.load(source)
-    if "command" in comparison.facts["config"]:
-        raise ValueError(
-            f"sources must be comparisons of runs of symexplin train, got {str(source)!r}, a comparison of a command: "
-            "the charts that it has are in its report.html"
-        )
-    return comparison
 
 
 def is_run(source: Path) -> bool:

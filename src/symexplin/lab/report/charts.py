@@ -240,32 +240,26 @@ def draw_sweep(
     title: str,
     comparison: Comparison,
     labels: Mapping[str, str],
-    factors: Mapping[str, float] | None = None,
-    x_label: str = "peak learning rate (log scale)",
-    about: str | None = None,
 ) -> None:
     """Draw final losses by learning rate: a line for each variant, and points where it has several seeds.
 
-    `factors` multiply the learning rates of a variant. A variant without a finite run has a label alone.
+    A variant without a finite run has a label alone.
     """
     lrs = sorted({run.lr for run in comparison.runs})
     lines = []
     for variant, style in styles(list(labels)).items():
-        label, factor = labels[variant], factors[variant] if factors else 1.0
         own = [run for run in comparison.runs if run.variant == variant]
         finite = [run for run in own if run.loss is not None]
         # Seeds of the second stage did not run at all learning rates: a mean over them would bend the line.
         first = [run for run in own if run.seed in (comparison.choosing_seeds or comparison.seeds)]
         finals = {lr: [np.nan if run.loss is None else run.loss for run in first if run.lr == lr] for lr in lrs}
-        means = {
-            factor * lr: float(np.mean(loss)) for lr, loss in finals.items() if np.isfinite(np.mean(loss or np.nan))
-        }
+        means = {lr: float(np.mean(loss)) for lr, loss in finals.items() if np.isfinite(np.mean(loss or np.nan))}
         if len(finite) > len(means):
-            x, y = [factor * run.lr for run in finite], [run.curve[-1][1] for run in finite]
+            x, y = [run.lr for run in finite], [run.curve[-1][1] for run in finite]
             lines.append(Line("", x, y, style, kind="points"))
-        label = label if finite else f"{label}: no run finite"
+        label = labels[variant] if finite else f"{labels[variant]}: no run finite"
         lines.append(Line(label, list(means), list(means.values()), style))
-    panel(axes, title, x_label, _axis("final loss", comparison), lines, about=about)
+    panel(axes, title, "peak learning rate (log scale)", _axis("final loss", comparison), lines)
     axes.set_xscale("log")
     axes.set_xticks(lrs, [f"{lr:g}" for lr in lrs])
     axes.minorticks_off()
