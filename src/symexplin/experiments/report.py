@@ -9,7 +9,7 @@ from symexplin.lab.compare.cells import Cell, Column, cells
 from symexplin.lab.compare.comparison import ONE_LR, Comparison, Row
 from symexplin.lab.compare.grid import COMPARISON
 from symexplin.lab.report.charts import comparison_figures
-from symexplin.lab.report.pages import Card, Grid, Section, reading, write_page
+from symexplin.lab.report.pages import Card, Grid, Section, write_page
 
 __all__ = ["report_table"]
 
@@ -37,13 +37,12 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
         echo: takes what is missing and the verdict on each claim as lines of text.
     """
     out = Path(out)
-    with reading(out):
-        outcome = read_table(out)
-        losses = outcome.reported.get("loss", {})
-        judged = [judge(claim, outcome.panels, losses, outcome.scale) for claim in outcome.claims]
-        claims = [claim for claim in judged if claim.panels]
-        headline = _headline(outcome, claims)
-        page = write_page(out, outcome.title, list(_sections(outcome, out, headline, claims)))
+    outcome = read_table(out)
+    losses = outcome.reported.get("loss", {})
+    judged = [judge(claim, outcome.panels, losses, outcome.scale) for claim in outcome.claims]
+    claims = [claim for claim in judged if claim.panels]
+    headline = _headline(outcome, claims)
+    page = write_page(out, outcome.title, list(_sections(outcome, out, headline, claims)))
     lines = ["", *headline]
     for claim in claims:
         lines += [f"{claim.verdict}: {claim.claim.text}", *(f"  {panel.sentence}" for panel in claim.panels)]

@@ -21,11 +21,12 @@ from symexplin.lab.files import read_json, write_json
 from symexplin.lab.folders import LOCK, check_unused, claimed
 from symexplin.lab.identity import check_config
 from symexplin.lab.pace import measure
-from symexplin.lab.settings import Count, Pairs, Positive, Schema, Whole, from_table, merge
+from symexplin.lab.settings import Count, Pairs, Positive, Schema, Whole, from_table, merge, to_table
 
 __all__ = ["ReproduceConfig", "chosen", "plan_lines", "reproduce"]
 
 Echo = Callable[[str], None]
+_OF_GRID = ("variants", "lrs", "seeds", "confirm_seeds", "jobs")
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,11 @@ class ReproduceConfig(Schema):
 
     def table(self, name: str, out: str | Path) -> Table[Panel]:
         """Return the table `name` with these settings, to run in `out`."""
-        lists = {key: list(getattr(self, key)) for key in ("variants", "lrs", "seeds", "confirm_seeds")}
-        jobs = {} if self.jobs is None else {"jobs": self.jobs}
+        given = {key: value for key, value in to_table(self).items() if value}
         changes = {
-            "compare": {**{key: values for key, values in lists.items() if values}, **jobs},
-            "train": {} if self.steps is None else {"steps": self.steps},
-            "data": {} if self.prepared or not self.data else {"sources": list(self.data)},
+            "compare": {key: given[key] for key in _OF_GRID if key in given},
+            "train": {"steps": self.steps} if self.steps else {},
+            "data": {"sources": list(self.data)} if self.data and not self.prepared else {},
         }
         return load_table(name, self.scale, out=out, data=self.prepared, changes=merge(changes, self.set))
 
