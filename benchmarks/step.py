@@ -3,23 +3,27 @@
     python benchmarks/step.py                      # the optimizer step: one and two threads, float32 and bfloat16
     python benchmarks/step.py --check              # the same of every variant with a limit: exit code 1 above one
     python benchmarks/step.py --no-kernels         # every preset without compiled kernels
+    python benchmarks/step.py --profile            # where the time of a step goes, on the host and in kernels
     python benchmarks/step.py --whole 512x6        # forward, backward, clipping and optimizer
 
 The baseline is `clip_grad_norm_` and torch's fused AdamW; for bfloat16 parameters AdamW over float32 master copies; for
 many small float32 tensors torch's foreach AdamW; for Muon torch.optim.Muon. A ratio is the median over rounds of the
 ratios of neighboring steps, so that other work on the machine meets both. `--whole` trains the laboratory's transformer
 with float32 parameters, for bfloat16 under autocast: AdamW, the default and the paper's map in the optimizer, and the
-paper's map in the modules.
+paper's map in the modules. `--profile` makes Python itself slower.
 """
 
 import argparse
+import cProfile
 import csv
 import gc
 import os
+import pstats
 import runpy
 import statistics
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -137,6 +141,35 @@ def measure(case: str, dtype: str, variants: Sequence[str], options: argparse.Na
         yield {"variant": variant, "ratio": ratio, "baseline": baseline, "baseline_ms": unit}
 
 
+def profile(case: str, dtype: str, variant: str, options: argparse.Namespace) -> None:
+    """Print where the time of a step goes: on the host by file, its calls of torch included, and in kernels."""
+    step = stepper(variant, CASES[case], getattr(torch, dtype), options.device)
+    for _ in range(3):
+        step()
+    host, by_kernel = cProfile.Profile(), Counter[str]()
+    host.enable()
+    for _ in range(options.rounds):
+        step()
+    host.disable()
+    if options.device != "cpu":
+        with torch.profiler.profile() as device:
+            step()
+        by_kernel.update({event.key: event.self_device_time_total / 1e3 for event in device.key_averages()})
+    by_file: Counter[str] = Counter()
+    for (file, _, name), (_, _, own, _, callers) in pstats.Stats(host).stats.items():  # type: ignore[attr-defined]
+        if Path(file).name == "cpu.py" and name == "run":
+            by_kernel["C"] = 1e3 * own / options.rounds
+        elif file.endswith(".py"):
+            by_file[file] += 1e3 * own / options.rounds
+        else:  # a function in C counts for the file that calls it
+            for (caller, _, _), (_, _, time, _) in callers.items():
+                by_file[caller] += 1e3 * time / options.rounds
+    print(f"{case} {dtype} {variant}: host {sum(by_file.values()):.2f} ms, kernels {sum(by_kernel.values()):.2f} ms")
+    for title, times in (("host", by_file), ("kernels", by_kernel)):
+        for where, time in times.most_common(8):
+            print(f"    {title:8} {'/'.join(Path(where).parts[-2:])[:60]:60} {time:8.3f} ms", flush=True)
+
+
 def table(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Print and yield the ratios of the chosen cases, with limits where kernels run on one thread of a CPU."""
     usual = tuple(PRESETS) if options.no_kernels else ("default", "paper")
@@ -250,6 +283,7 @@ def parse() -> argparse.Namespace:
     add("--threads", nargs="+", type=int, default=[1, 2])
     add("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     add("--rounds", type=int, default=30)
+    add("--profile", action="store_true", help="print where the time of a step goes")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--whole", nargs="+", metavar="WIDTHxDEPTH", help="time the whole training step of models of these sizes")
     add("--tokens", type=int, default=8192, help="of a whole step, a multiple of the context")
@@ -278,6 +312,12 @@ def main() -> None:
             for size in options.whole:
                 for dtype in options.dtypes:
                     whole(size, dtype, options)
+            return
+        if options.profile:
+            torch.set_num_threads(options.threads[0])
+            for case in options.cases:
+                for variant in options.variants or ("default", "paper"):
+                    profile(case, options.dtypes[0], variant, options)
             return
         rows = list(table(options))
         if not options.check and not options.no_kernels:

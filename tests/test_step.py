@@ -34,6 +34,13 @@ def test_a_median_over_its_limit_fails_the_check(ratios, verdicts, tmp_path, cap
     assert [row["verdict"] for row in rows] == verdicts
 
 
+def test_a_profile_names_files_and_kernels(capsys, monkeypatch):
+    chosen = ("--cases", "400x16", "--variants", "paper", "--rounds", 1, "--threads", 1, "--device", "cpu")
+    printed = run(SCRIPT, "--profile", *chosen, capsys=capsys, monkeypatch=monkeypatch)
+    assert "400x16 float32 paper: host" in printed
+    assert "optim/products.py" in printed
+
+
 def test_every_limit_is_of_a_case_and_a_variant():
     script = runpy.run_path(str(SCRIPT))
     for (case, _), limits in script["LIMITS"].items():
