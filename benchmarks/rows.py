@@ -1,12 +1,13 @@
 """Differences in held-out loss, from the rows of results/mini.csv, by the rule of symexplin.lab.compare.interval."""
 
+import csv
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from symexplin.experiments.results import comparisons
-from symexplin.lab.compare.comparison import Comparison
+from symexplin.lab.compare.comparison import Comparison, Run
+from symexplin.lab.compare.grid import BASELINE
 from symexplin.lab.compare.interval import NOT_RESOLVED, Interval
 
 ROWS = Path(__file__).parents[1] / "results/mini.csv"
@@ -47,13 +48,31 @@ Rows = Mapping[Key, Comparison]
 
 
 def experiments(path: Path = ROWS) -> list[Compared]:
-    """Return all experiments of a file of rows, in its order."""
+    """Return all experiments of a file of rows, in its order.
 
-    def of(row: Mapping[str, str]) -> Experiment:
-        key = Key(row["table"], row["panel"], row["commit"][:7], int(row["steps"]), int(row["seed"]) >= FRESH)
-        return Experiment(key, TEXTS[row["data"][:8]])
+    The baseline is AdamW where it was trained, else the first variant. Seeds that only confirm learning rates have no
+    say in them.
+    """
+    runs: dict[Experiment, list[Run]] = {}
+    chose: dict[Experiment, set[int]] = {}
+    with path.open(newline="", encoding="utf-8") as lines:
+        for row in csv.DictReader(lines):
+            seed, steps, loss = int(row["seed"]), int(row["steps"]), row["final_loss"]
+            key = Key(row["table"], row["panel"], row["commit"][:7], steps, fresh=seed >= FRESH)
+            curve = ((steps, float(loss)),) if loss else ()
+            run = Run(row["variant"], float(row["lr"]), seed, curve, error=None if loss else "not finite")
+            experiment = Experiment(key, TEXTS[row["data"][:8]])
+            runs.setdefault(experiment, []).append(run)
+            if row["stage"] != "confirm":
+                chose.setdefault(experiment, set()).add(seed)
 
-    return list(comparisons(path, of).items())
+    def compared(experiment: Experiment) -> Comparison:
+        own = tuple(runs[experiment])
+        first = chose.get(experiment) or {run.seed for run in own}  # a second stage alone is compared as it is
+        confirm = dict.fromkeys(run.seed for run in own if run.seed not in first)
+        return Comparison(own, BASELINE if BASELINE in {run.variant for run in own} else own[0].variant, tuple(confirm))
+
+    return [(experiment, compared(experiment)) for experiment in runs]
 
 
 def by_key(compared: Iterable[Compared]) -> Rows:

@@ -2,24 +2,20 @@
 
 import csv
 import datetime
-from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import filelock
 
 from symexplin.experiments.tables import PANELS, TABLE
-from symexplin.lab.compare.comparison import Comparison, Run
-from symexplin.lab.compare.grid import BASELINE, RUNS
 from symexplin.lab.compare.grid import CONFIG as GRID
+from symexplin.lab.compare.grid import RUNS
 from symexplin.lab.files import read_json, write_csv
 from symexplin.lab.folders import CONFIG, RESULT, read_facts
 from symexplin.lab.identity import config_hash
 from symexplin.lab.settings import load_toml
 
-__all__ = ["COLUMNS", "append_results", "check_results", "comparisons"]
-
-K = TypeVar("K", bound=Hashable)
+__all__ = ["COLUMNS", "append_results", "check_results"]
 
 COLUMNS = (
     *("table", "scale", "panel", "variant", "lr", "seed", "stage", "steps", "tokens", "final_loss", "seconds"),
@@ -58,32 +54,6 @@ def append_results(out: str | Path, file: Path) -> int:
         if new:
             write_csv(file, [*old, *new])
     return len(new)
-
-
-def comparisons(file: Path, key: Callable[[Mapping[str, str]], K]) -> dict[K, Comparison]:
-    """Return the runs of a CSV file of results as comparisons, one for each `key` of a row, in the order of the file.
-
-    The baseline is AdamW where it was trained, else the first variant. Seeds that only confirm learning rates have no
-    say in them.
-    """
-    runs: dict[K, list[Run]] = {}
-    chose: dict[K, set[int]] = {}
-    with file.open(newline="", encoding="utf-8") as lines:
-        for row in csv.DictReader(lines):
-            loss = row["final_loss"]
-            curve = ((int(row["steps"]), float(loss)),) if loss else ()
-            run = Run(row["variant"], float(row["lr"]), int(row["seed"]), curve, error=None if loss else "not finite")
-            runs.setdefault(key(row), []).append(run)
-            if row["stage"] != "confirm":
-                chose.setdefault(key(row), set()).add(run.seed)
-
-    def compared(name: K) -> Comparison:
-        own = tuple(runs[name])
-        first = chose.get(name) or {run.seed for run in own}  # rows of a second stage alone are compared as they are
-        confirm = dict.fromkeys(run.seed for run in own if run.seed not in first)
-        return Comparison(own, BASELINE if BASELINE in {run.variant for run in own} else own[0].variant, tuple(confirm))
-
-    return {name: compared(name) for name in runs}
 
 
 def _row(folder: Path) -> dict[str, Any]:
