@@ -87,7 +87,7 @@ def _sections(
             yield _panel_section(outcome, panel, panel.comparison)
     figures = "; ".join(f"symexplin figure {name} {out}" for name in outcome.figures)
     made = f"symexplin reproduce {outcome.name} --scale {outcome.scale}"
-    files = {"made by": made, "figures": figures, "numbers": f"{PANELS}/*/{COMPARISON}"}
+    files = {"made by": made, "figures": figures, "all runs": f"{PANELS}/*/{COMPARISON}"}
     yield Section("Where it comes from", grids=[Grid.of_facts({key: text for key, text in files.items() if text})])
     if outcome.assumptions:
         yield Section("What the paper leaves unsaid", grids=[Grid.of_facts(outcome.assumptions)], folded=True)
