@@ -3,7 +3,6 @@
 import contextlib
 import io
 import os
-import pathlib
 import signal
 import unittest.mock
 
@@ -14,7 +13,6 @@ from symexplin import cli
 from symexplin.lab import build as lab_build
 from symexplin.lab import run as lab_run
 from symexplin.lab import train as lab_train
-from symexplin.lab.checkpoint import newest_intact
 from symexplin.lab.config import RunConfig
 from symexplin.lab.parallel import joined
 from symexplin.lab.process import Stopped
@@ -22,7 +20,7 @@ from symexplin.lab.settings import from_table
 from symexplin.lab.train import Trainer
 from symexplin.optim.shard import whole
 
-__all__ = ["built", "commands", "go_on", "intact", "runs"]
+__all__ = ["built", "commands", "go_on", "runs"]
 
 
 @contextlib.contextmanager
@@ -61,13 +59,6 @@ def built(tables):
     with joined("cpu") as ranks, unittest.mock.patch.object(lab_build, "build_model", _fail):
         models = [lab_build.build(from_table(RunConfig, table), ranks).model for table in tables]
     return [{k: whole(v) for k, v in (m.state_dict() | dict(m.named_buffers())).items()} for m in models]
-
-
-def intact(folder):
-    """Return the name of the checkpoint that each process would load."""
-    with joined("cpu") as ranks:
-        path, _ = newest_intact(pathlib.Path(folder), print, ranks)
-    return path.name
 
 
 def _fail(*_):

@@ -138,11 +138,6 @@ def _log(line: str) -> None:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (for good)
 
 
-def _warn(line: str) -> None:
-    """Print a warning to standard error."""
-    print(f"symexplin: {line}", file=sys.stderr, flush=True)
-
-
 # --- The commands: the docstring of each is its help ------------------------------------------------------------------
 
 Table = dict[str, Any]  # what flags and --set say, which with_flags puts before the other arguments
@@ -310,7 +305,7 @@ def _sample(
     from symexplin.lab.evaluate import sample
     from symexplin.lab.weights import load_trained
 
-    trained, tokenizer, _ = load_trained(model, echo=_warn)
+    trained, tokenizer, _ = load_trained(model)
     print(sample(trained, tokenizer, prompt, length, temperature=temperature, top_k=top_k, seed=seed))
 
 
@@ -328,7 +323,7 @@ def _export(model: _Run, /, *, out: str) -> None:
     from symexplin.lab.export import export_transformers
     from symexplin.lab.weights import load_trained
 
-    trained, tokenizer, curve = load_trained(model, echo=_warn)
+    trained, tokenizer, curve = load_trained(model)
     export_transformers(trained, out, tokenizer, curve, echo=print)
 
 

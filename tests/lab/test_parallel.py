@@ -1,6 +1,5 @@
 import dataclasses
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import processes
 from corpora import TEXTS, prepared
 from run_folders import CURVES, TRAIN, tiny
 from symexplin.lab.build import build_model
-from symexplin.lab.checkpoint import newest, save_checkpoint
+from symexplin.lab.checkpoint import newest
 from symexplin.lab.config import LogConfig, RunConfig
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, read_json_lines
@@ -100,10 +99,10 @@ def test_a_run_that_a_signal_to_one_process_stopped_resumes_to_the_same_bits(fol
 
 
 @pytest.mark.distributed
-def test_a_sharded_checkpoint_has_a_file_for_each_process_is_one_model_and_damage_is_loud(folder, tmp_path):
+def test_a_sharded_checkpoint_has_a_file_for_each_process_and_is_one_model(folder):
     for home in CURVES:
-        run, lines = shutil.copytree(folder / f"{home}-fsdp", tmp_path / home), []
-        last, before = newest(run)
+        run = folder / f"{home}-fsdp"
+        last = newest(run)[0]
         shards = sorted(path.name for path in last.iterdir() if path.name != "state.json")
         assert shards == [f"shard-0000{number}-model-00001-of-00001.safetensors" for number in (1, 2)]
         found = {name: load_trained(path).model.state_dict() for name, path in (("run", run), ("checkpoint", last))}
@@ -111,11 +110,6 @@ def test_a_sharded_checkpoint_has_a_file_for_each_process_is_one_model_and_damag
             tolerance = {"rtol": 0, "atol": 0} if home != "module" else {"rtol": 1e-5, "atol": 1e-7}  # folded elsewhere
             torch.testing.assert_close(found["checkpoint"][name], tensor, **tolerance)
         assert read_map(find_weights(last)) == read_map(run / "model.safetensors")
-        content = (last / shards[1]).read_bytes()
-        (last / shards[1]).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        (run / "model.safetensors").unlink()
-        assert find_weights(run, echo=lines.append).is_relative_to(before)  # or its file, if one process wrote it
-        assert f"{last} is damaged: {shards[1]} does not match its digest" in lines[0]
 
 
 @pytest.mark.distributed
@@ -148,22 +142,6 @@ def test_four_processes_resume_to_the_same_bits_and_share_out_few_rows(data, tmp
     assert_same_bits(tmp_path / "resumed", tmp_path / "whole")
     parallel_runs.go_on(table(data, eval_batches=100), tmp_path / "one")
     assert_close(tmp_path / "whole", tmp_path / "one")
-
-
-@pytest.mark.distributed
-def test_all_processes_load_the_checkpoint_that_none_of_them_finds_damaged(tmp_path):
-    """Each looks at its share of the files."""
-
-    def write(place):
-        for name in ("a", "b"):
-            (place / name).write_text(name)
-        return {}
-
-    for step in (1, 2, 3):
-        save_checkpoint(tmp_path, step, 3, write)
-    for step, name in ((3, "a"), (2, "b")):
-        (tmp_path / f"checkpoints/step-0000000{step}" / name).write_text("harmed")
-    assert processes.run(2, tmp_path, parallel_runs.intact, str(tmp_path)) == ["step-00000001"] * 2
 
 
 FLAGS = "--width 16 --depth 1 --heads 2 --context 8 --batch-size 4 --steps 4 --eval-batches 1 --device cpu --threads 1"

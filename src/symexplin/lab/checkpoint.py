@@ -1,11 +1,9 @@
 """Checkpoints of a run: folders of safetensors and JSON that are complete or do not exist.
 
-`step-00000500/` holds the tensors of the model and of the optimizer, and state.json, which has the digests of all
-files. A checkpoint is written under another name and then renamed: a kill at any moment leaves the earlier ones.
+`step-00000500/` holds the tensors of the model and of the optimizer, and the rest in state.json. A checkpoint is
+written under another name, synced and then renamed: a kill at any moment leaves the earlier ones.
 """
 
-import hashlib
-import json
 import os
 import shutil
 import warnings
@@ -15,12 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
-from symexplin.lab.files import file_digest, read_json, write_json
+from symexplin.lab.files import write_json
 from symexplin.lab.parallel import ALONE, Ranks
 
 __all__ = [
-    *("CHECKPOINTS", "STATE", "State", "is_sharded", "load_checkpoint", "newest"),
-    *("newest_intact", "read_shards", "save_checkpoint", "shard_metadata", "tidy", "write_shards"),
+    *("CHECKPOINTS", "STATE", "State", "is_sharded", "newest", "read_shards"),
+    *("remove_incomplete", "save_checkpoint", "shard_metadata", "write_shards"),
 ]
 
 CHECKPOINTS = "checkpoints"
@@ -28,7 +26,6 @@ STATE = "state.json"
 _TEMPORARY = ".tmp"
 
 State = dict[str, Any]
-Echo = Callable[[str], None]
 
 
 def newest(folder: Path) -> list[Path]:
@@ -49,17 +46,23 @@ def save_checkpoint(folder: Path, step: int, keep: int, write: Callable[[Path], 
     try:
         with ranks.together():
             state = {"step": step, **write(place)}
-        names = ranks.from_first(lambda: sorted(path.name for path in place.iterdir()))
+        names = ranks.from_first(lambda: sorted(place.iterdir()))
         with ranks.together():
-            share = {name: _synced_digest(place / name) for name in names[ranks.rank :: ranks.size]}
-        state["files"] = {name: digest for every in ranks.gather(share) for name, digest in every.items()}
-        ranks.from_first(lambda: write_json(place / STATE, {"sha256": _sha256(state), "state": state}))
+            for path in names[ranks.rank :: ranks.size]:
+                _sync(path)
+        ranks.from_first(lambda: write_json(place / STATE, state))
         ranks.from_first(lambda: place.rename(final))
     except BaseException:
         if ranks.first:
             shutil.rmtree(place, ignore_errors=True)
         raise
     ranks.from_first(lambda: _remove(newest(folder)[keep:]))
+
+
+def remove_incomplete(folder: Path) -> None:
+    """Remove what a kill has left of a checkpoint."""
+    for path in (folder / CHECKPOINTS).glob(f"*{_TEMPORARY}"):
+        shutil.rmtree(path)
 
 
 def _remove(checkpoints: Sequence[Path]) -> None:
@@ -73,71 +76,9 @@ def _temporary(final: Path) -> Path:
     return final.with_name(final.name + _TEMPORARY)
 
 
-def _synced_digest(path: Path) -> str:
+def _sync(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    return file_digest(path)
-
-
-def load_checkpoint(path: Path, ranks: Ranks = ALONE) -> State:
-    """Return the plain values of a checkpoint after a check of all its files, of which each process reads its share.
-
-    Raises:
-        ValueError: it is damaged, in all processes.
-        OSError: a file cannot be read, which is no damage.
-    """
-    with ranks.together():
-        state, damage = _checked(path, ranks)
-    if told := [each for each in ranks.gather(damage) if each is not None]:
-        raise ValueError(f"checkpoint {path} is damaged: {told[0]}")
-    return state
-
-
-def _checked(path: Path, ranks: Ranks) -> tuple[State, str | None]:
-    """Return the plain values of a checkpoint, and what is wrong with this process's share of its files."""
-    try:
-        content = read_json(path / STATE)
-        state: State = content["state"]
-        bad = [STATE] if content["sha256"] != _sha256(state) else []
-        share = list(state["files"].items())[ranks.rank :: ranks.size]
-        bad += [name for name, digest in share if file_digest(path / name) != digest]
-    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
-        return {}, str(error)
-    return state, f"{bad[0]} does not match its digest" if bad else None
-
-
-def newest_intact(folder: Path, echo: Echo, ranks: Ranks = ALONE) -> tuple[Path, State] | None:
-    """Return the newest undamaged checkpoint and its plain values; None without any. `echo` receives warnings."""
-    paths = ranks.from_first(lambda: newest(folder))
-    for path in paths:
-        try:
-            return path, load_checkpoint(path, ranks)
-        except ValueError as error:
-            if not ranks.from_first(path.exists):  # the run has replaced it meanwhile
-                return newest_intact(folder, echo, ranks)
-            echo(f"warning: {error}; trying the one before it")
-    if paths:
-        place = str(folder / CHECKPOINTS)
-        raise ValueError(f"all checkpoints in {place!r} are damaged: remove that folder to start the run again")
-    return None
-
-
-def tidy(folder: Path, echo: Echo, ranks: Ranks = ALONE) -> tuple[Path, State] | None:
-    """Return :func:`newest_intact`, after removing what is damaged or incomplete."""
-    intact = newest_intact(folder, echo, ranks)
-
-    def remove() -> None:
-        damaged = newest(folder)
-        damaged = damaged if intact is None else damaged[: damaged.index(intact[0])]
-        for path in (*damaged, *(folder / CHECKPOINTS).glob(f"*{_TEMPORARY}")):
-            shutil.rmtree(path)
-
-    ranks.from_first(remove)
-    return intact
-
-
-def _sha256(state: State) -> str:
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 # --- Tensors in parts, one file for each process: torch.distributed.checkpoint, which writes safetensors as well ------

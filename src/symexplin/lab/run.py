@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from symexplin.lab.checkpoint import State, newest, save_checkpoint, tidy
+from symexplin.lab.checkpoint import STATE, State, newest, remove_incomplete, save_checkpoint
 from symexplin.lab.compare.grid import LABELS
 from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.data.batches import Corpus
@@ -78,8 +78,7 @@ def train(
         echo: receives each line of the log. A terminal gets a progress bar, too.
 
     Raises:
-        ValueError: an unusable folder or data, a run of another configuration or by other code, only damaged
-            checkpoints.
+        ValueError: an unusable folder or data, a run of another configuration or by other code.
         NonFiniteError: the loss or a gradient is not finite; the message names the last checkpoint.
         Stopped: SIGTERM or SIGINT arrived; a checkpoint was written.
         ElsewhereError, ChildProcessError: another process has failed, or has ended.
@@ -169,10 +168,12 @@ class _Run:
 
     def go(self) -> dict[str, Any]:
         """Train to the end, from the newest checkpoint if there is one."""
-        newest_one, lengths = tidy(self.folder, self.echo, self.ranks), {}
+        self.ranks.from_first(lambda: remove_incomplete(self.folder))
+        checkpoint, lengths = self.ranks.from_first(lambda: next(iter(newest(self.folder)), None)), {}
         steps = self.config.train.steps
-        if newest_one is not None:
-            checkpoint, state = newest_one
+        if checkpoint is not None:
+            with self.ranks.together():
+                state = read_json(checkpoint / STATE)
             self.trainer.load(checkpoint, state)
             lengths, self.seconds = state["lengths"], state["seconds"]
             self._since = (self.trainer.step, self.seconds)
@@ -191,7 +192,7 @@ class _Run:
         with recorder as self.recorder, StopSignals() as stop, bar:
             self.trainer.ask = lambda: stop.signal or 0
             try:
-                if newest_one is None:
+                if checkpoint is None:
                     self._evaluate()
                 while self.trainer.step < steps:
                     self._check_signal(stop)

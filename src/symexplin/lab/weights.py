@@ -5,8 +5,7 @@ The headers of a run's weights tell the model and its map.
 
 import dataclasses
 import json
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,15 +20,14 @@ from symexplin.lab.checkpoint import (
     STATE,
     State,
     is_sharded,
-    load_checkpoint,
-    newest_intact,
+    newest,
     read_shards,
     shard_metadata,
     write_shards,
 )
 from symexplin.lab.data.tokenizer import Tokenizer
-from symexplin.lab.files import file_digest, read_json, replacing
-from symexplin.lab.folders import FACTS, RESULT, TOKENIZER
+from symexplin.lab.files import read_json, replacing
+from symexplin.lab.folders import FACTS, TOKENIZER
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.parallel import placed
 from symexplin.modules import convert, fold
@@ -49,8 +47,6 @@ _TIED = "head.weight"
 _WEIGHTS, _OF_OPTIMIZER = "model:", "optimizer:"
 # State that is sharded as its parameter: the weight's own. Optimizers with scales take those whole, and shard them.
 _OF_WEIGHTS = frozenset({"raw", "master", "exp_avg", "exp_avg_sq", "momentum_buffer"})
-
-Echo = Callable[[str], None]
 
 # --- Any safetensors file --------------------------------------------------------------------------------------------
 
@@ -109,7 +105,7 @@ def _open(path: Path) -> Any:
 
 def _header(path: str | Path) -> dict[str, Any]:
     if is_sharded(Path(path)):
-        return dict(read_json(Path(path) / STATE)["state"]["header"])
+        return dict(read_json(Path(path) / STATE)["header"])
     with _open(_parts(Path(path))[0]) as file:
         return dict(json.loads((file.metadata() or {}).get(_ENTRY, "{}")))
 
@@ -219,12 +215,9 @@ class Trained(NamedTuple):
     map: SELConfig | None
 
 
-def load_trained(path: str | Path, echo: Echo = warnings.warn) -> Trained:
-    """Return the model of a run, a checkpoint, or a model.safetensors with tokenizer.json beside it.
-
-    `echo` receives a warning for each damaged checkpoint that is passed over.
-    """
-    file = find_weights(path, echo=echo)
+def load_trained(path: str | Path) -> Trained:
+    """Return the model of a run, a checkpoint, or a model.safetensors with tokenizer.json beside it."""
+    file = find_weights(path)
     # A checkpoint is two folders below its run, which has the tokenizer.
     place = next((parent for parent in file.parents[:3] if (parent / TOKENIZER).exists()), None)
     if place is None:
@@ -233,8 +226,8 @@ def load_trained(path: str | Path, echo: Echo = warnings.warn) -> Trained:
     return Trained(load_model(file), Tokenizer.load(place / TOKENIZER, **options), read_map(file))
 
 
-def find_weights(path: str | Path, echo: Echo = warnings.warn) -> Path:
-    """Return the file with the final weights of a run, else that of its newest intact checkpoint.
+def find_weights(path: str | Path) -> Path:
+    """Return the file with the final weights of a run, else that of its newest checkpoint.
 
     It is the checkpoint itself if this has parts of tensors. `path` may also be a checkpoint or a safetensors file.
     """
@@ -244,29 +237,12 @@ def find_weights(path: str | Path, echo: Echo = warnings.warn) -> Path:
         raise FileNotFoundError(f"{wanted}, got {str(path)!r}, which does not exist")
     if not path.is_dir():
         return path
-    if (path / STATE).exists():
-        load_checkpoint(path)
-        return _in_checkpoint(path)
-    if (path / MODEL).exists() and not _is_damaged(path, echo):
-        return path / MODEL
-    intact = newest_intact(path, echo)
-    if intact is None:
-        raise ValueError(f"model must be a run with weights or a model's file, got {str(path)!r} without weights")
-    return _in_checkpoint(intact[0])
-
-
-def _in_checkpoint(path: Path) -> Path:
-    """Return the file with the weights of a checkpoint; the checkpoint itself if it has parts of tensors."""
-    return path if is_sharded(path) else path / MODEL
-
-
-def _is_damaged(run: Path, echo: Echo) -> bool:
-    """Whether the final weights of a run are not those that it has written."""
-    digest = read_json(run / RESULT).get("sha256") if (run / RESULT).exists() else None
-    damaged = digest is not None and digest != file_digest(run / MODEL)
-    if damaged:
-        echo(f"warning: {run / MODEL} is damaged, it does not match its digest: taking the newest checkpoint instead")
-    return damaged
+    for place in (path, *newest(path)[:1]):
+        if (place / MODEL).exists():
+            return place / MODEL
+        if is_sharded(place):
+            return place
+    raise ValueError(f"model must be a run with weights or a model's file, got {str(path)!r} without weights")
 
 
 # --- The state of an optimizer ----------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """What figures read: the comparisons, runs and files that their sources name, and the weights of a run by role."""
 
 import dataclasses
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from symexplin.experiments.tables import TABLE, read_table
 from symexplin.lab.build import Built, build
-from symexplin.lab.checkpoint import newest_intact
+from symexplin.lab.checkpoint import STATE, newest
 from symexplin.lab.compare.comparison import Comparison
 from symexplin.lab.compare.grid import COMPARISON
 from symexplin.lab.config import RunConfig
@@ -132,10 +131,10 @@ def probe(folder: Path) -> Probe:
     built = build(dataclasses.replace(config, compute=dataclasses.replace(config.compute, device="cpu")))
     layers = {name: layer for name, layer in built.model.named_modules() if isinstance(layer, nn.Linear | SELLinear)}
     initial = {name: layer.weight.clone() for name, layer in layers.items()}
-    checkpoint = newest_intact(folder, warnings.warn)
-    if checkpoint is None:
+    path = next(iter(newest(folder)), None)
+    if path is None:
         raise ValueError(f"sources must be runs with a checkpoint, got {str(folder)!r}, which has none")
-    path, state = checkpoint
+    state = read_json(path / STATE)
     load_weights(built.model, path)
     load_optimizer(built.optimizer, path, state["optimizer"])
     curved = _curved(built) or {
