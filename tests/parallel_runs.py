@@ -4,13 +4,11 @@ import contextlib
 import io
 import os
 import signal
-import unittest.mock
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from symexplin import cli
-from symexplin.lab import build as lab_build
 from symexplin.lab import run as lab_run
 from symexplin.lab import train as lab_train
 from symexplin.lab.config import RunConfig
@@ -18,9 +16,8 @@ from symexplin.lab.parallel import joined
 from symexplin.lab.process import Stopped
 from symexplin.lab.settings import from_table
 from symexplin.lab.train import Trainer
-from symexplin.optim.shard import whole
 
-__all__ = ["built", "commands", "go_on", "runs"]
+__all__ = ["commands", "go_on", "runs"]
 
 
 @contextlib.contextmanager
@@ -52,13 +49,6 @@ def go_on(table, out, stop=None):
 def runs(tasks):
     """Go through (table, folder, stop) one after another; return what each came to."""
     return [go_on(*task) for task in tasks]
-
-
-def built(tables):
-    """Return the whole weights and the buffers of each sharded model; to build one whole is an error here."""
-    with joined("cpu") as ranks, unittest.mock.patch.object(lab_build, "build_model", _fail):
-        models = [lab_build.build(from_table(RunConfig, table), ranks).model for table in tables]
-    return [{k: whole(v) for k, v in (m.state_dict() | dict(m.named_buffers())).items()} for m in models]
 
 
 def _fail(*_):

@@ -12,14 +12,13 @@ import parallel_runs
 import processes
 from corpora import TEXTS, prepared
 from run_folders import CURVES, TRAIN, tiny
-from symexplin.lab.build import build_model
 from symexplin.lab.checkpoint import newest
-from symexplin.lab.config import LogConfig, RunConfig
+from symexplin.lab.config import LogConfig
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, read_json_lines
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.parallel import Ranks
-from symexplin.lab.settings import dump_toml, from_table, load_toml, merge, to_table
+from symexplin.lab.settings import dump_toml, load_toml, merge, to_table
 from symexplin.lab.weights import find_weights, load_trained, read_map
 
 KINDS = [(home, kind) for home in CURVES for kind in ("ddp", "fsdp")]
@@ -31,7 +30,7 @@ def table(data, home="none", kind=None, **train):
     config = tiny(
         data,
         home,
-        model=ModelConfig(width=16, depth=1, heads=2, context=16),
+        model=ModelConfig(width=16, depth=1, heads=2, context=16, tie_head=home == "none"),
         train=dataclasses.replace(TRAIN, **{**schedule, "max_grad_norm": 0.5, **train}),
         log=LogConfig(checkpoint_every=3, tensorboard=False),
     )
@@ -110,26 +109,6 @@ def test_a_sharded_checkpoint_has_a_file_for_each_process_and_is_one_model(folde
             tolerance = {"rtol": 0, "atol": 0} if home != "module" else {"rtol": 1e-5, "atol": 1e-7}  # folded elsewhere
             torch.testing.assert_close(found["checkpoint"][name], tensor, **tolerance)
         assert read_map(find_weights(last)) == read_map(run / "model.safetensors")
-
-
-@pytest.mark.distributed
-def test_three_processes_build_the_bits_of_one_and_none_a_whole_model(data, tmp_path):
-    """Tensor by tensor: fresh ones, and those of the paper's start."""
-    tables = [
-        table(data, "none", "fsdp", seed=3) | {"sel": curve}
-        for curve in (
-            {"home": "none"},
-            {"preset": "paper", "start": "mismatched", "map": {"exclude": ["*.q.*"]}},
-            {"preset": "paper+offset", "start": "mismatched"},
-        )
-    ]
-    for number, config in enumerate(tables):
-        config["model"] |= {"depth": 2, "qk_gain": 0.5, "tie_head": number == 0}
-    for config, model in zip(tables, processes.run(3, tmp_path, parallel_runs.built, tables)[1], strict=True):
-        whole = build_model(from_table(RunConfig, config))
-        expected = whole.state_dict() | dict(whole.named_buffers())
-        assert model.keys() == expected.keys()
-        assert all(torch.equal(model[name], value) for name, value in expected.items())
 
 
 @pytest.mark.distributed

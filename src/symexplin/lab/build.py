@@ -1,20 +1,16 @@
 """Build a model and its optimizer from a configuration, with the map in either home or without one."""
 
-import copy
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import symexplin as sel
 from symexplin.lab.config import RunConfig
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks
-from symexplin.optim.shard import is_dtensor, local, shard_of, whole
 from symexplin.routes import by_name, matching
 
 __all__ = ["Built", "build", "build_model", "clear_gradients"]
@@ -33,18 +29,18 @@ class Built(NamedTuple):
 def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
     """Return a new model with its optimizer, on the configuration's device.
 
-    The same seed gives the same weights in every home and every process. With `parallel` "fsdp" each process then keeps
-    its part.
+    The same seed gives the same weights in every home and every process. With `parallel` "fsdp" each process builds the
+    whole model on the CPU and then keeps its part.
 
     >>> type(build(RunConfig("data")).optimizer).__name__
     'SELAdamW'
     """
     train, curve = config.train, map_of(config.sel, config.model.width)
     annealing = config.sel.anneal_steps or train.schedule_steps
-    if ranks.size > 1 and config.compute.parallel == "fsdp":
-        model = _build_sharded(config, ranks)
-    else:
-        model = build_model(config)
+    is_sharded = ranks.size > 1 and config.compute.parallel == "fsdp"
+    model = build_model(config, "cpu" if is_sharded else None)
+    if is_sharded:
+        _shard(model, ranks, config.compute.device)
     undecayed: Sequence[str] | str = []
     if config.decays != "all":
         undecayed = "usual" if config.decays == "matrices" else _plain(model)
@@ -73,15 +69,10 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
 
 
 def build_model(config: RunConfig, device: str | None = None) -> Transformer:
-    """Return the fresh model alone: whole, converted if it is the home of the map, on `device` or the config's.
-
-    On the device "meta" it has shapes without values.
-    """
-    if device == "meta":
-        return _build_meta(config)
+    """Return the fresh model alone: whole, converted if it is the home of the map, on `device` or the config's."""
     curve = map_of(config.sel, config.model.width)
     model = Transformer(config.model, torch.Generator().manual_seed(config.train.seed))
-    _set_memory(model, config)
+    model.recompute, model.loss_chunk = config.compute.recompute, config.compute.loss_chunk or 0
     place = device or config.compute.device
     if place != "auto":
         model.to(place)
@@ -93,76 +84,11 @@ def build_model(config: RunConfig, device: str | None = None) -> Transformer:
     return model
 
 
-def _build_meta(config: RunConfig) -> Transformer:
-    with torch.device("meta"):
-        model = Transformer(config.model)
-    _set_memory(model, config)
-    if config.sel.home == "module":
-        sel.convert(model, map_of(config.sel, config.model.width))
-    return model
-
-
-def _build_sharded(config: RunConfig, ranks: Ranks) -> Transformer:
-    """Return the model of :func:`build_model`, of which each process has its part of every parameter.
-
-    No process has more than one whole tensor at a time; raw weights of the module home are computed from a whole model.
-    """
-    curve = map_of(config.sel, config.model.width)
-    if config.sel.home == "module":
-        model = build_model(config, device="cpu")
-        _shard(model, ranks, config.compute.device)
-        return model
-    model = _build_meta(config)
-    _shard(model, ranks, config.compute.device)
-    model.to_empty(device=config.compute.device)
-    model.reset_buffers()
-    with _WholeDraws():  # type: ignore[no-untyped-call]
-        model.reset_parameters(torch.Generator().manual_seed(config.train.seed))
-    if curve is not None and config.sel.starts_as == "mismatched":
-        _mismatch_parts(model, curve, config.sel.start_exclude)
-    _freeze(model, config)
-    return model
-
-
 def _freeze(model: Transformer, config: RunConfig) -> None:
     """Freeze what the configuration says, after the start, which is that of a model in which nothing is frozen."""
     named = dict(model.named_parameters())
     for name in matching("frozen", config.train.frozen, named):
         named[name].requires_grad_(False)
-
-
-class _WholeDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Draws each sharded tensor whole on the CPU, as one process does, and keeps this process's part of it."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default) or not is_dtensor(args[0]):
-            return func(*args, **kwargs or {})
-        tensor = args[0]
-        drawn = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"), *args[1:], **kwargs or {})
-        local(tensor).copy_(shard_of(tensor, "a parameter").cut(drawn))
-        return tensor
-
-
-@torch.no_grad()
-def _mismatch_parts(model: Transformer, curve: sel.SELConfig, exclude: Sequence[str]) -> None:
-    """Call :func:`symexplin.init_` for a sharded model, whole layer by whole layer."""
-    table = sel.routing(model, curve)
-    kept = matching("exclude", exclude, [route.name for route in table.curved])
-    curved = {id(route.parameter) for route in table.curved if route.name not in kept}
-    every = dataclasses.replace(table.config, include=("*",), exclude=())
-    for layer in model.modules():
-        parts = dict(layer.named_parameters(recurse=False))
-        if any(id(part) in curved for part in parts.values()):
-            alone = copy.copy(layer)
-            alone._parameters = {name: nn.Parameter(whole(part).cpu()) for name, part in parts.items()}
-            sel.init_(alone, every, xavier=False)
-            for name, value in alone.named_parameters():
-                if id(parts[name]) in curved:
-                    local(parts[name]).copy_(shard_of(parts[name], name).cut(value))
-
-
-def _set_memory(model: Transformer, config: RunConfig) -> None:
-    model.recompute, model.loss_chunk = config.compute.recompute, config.compute.loss_chunk or 0
 
 
 def clear_gradients(parameters: Iterable[Tensor], config: RunConfig) -> None:
@@ -187,7 +113,7 @@ def _learning_rates(model: Transformer, config: RunConfig) -> dict[str, float]:
 
 
 def _shard(model: Transformer, ranks: Ranks, device: str) -> None:
-    """Shard the parameters of `model`, on the CPU or "meta", over the processes and their devices, per block."""
+    """Shard the parameters of `model`, which is on the CPU, over the processes and their devices, per block."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -181,17 +181,11 @@ class Transformer(nn.Module):
         self.head = nn.Linear(config.width, config.vocab_size, bias=config.head_bias)
         if config.tie_head:
             self.head.weight = self.embedding.weight
-        self.reset_buffers()
+        tables = [table.to(self.head.weight) for table in rope_tables(config.context, config.head_dim)]
+        mask = self.head.weight.new_full((config.context, config.context), -math.inf, requires_grad=False).triu(1)
+        for name, buffer in zip(("cos", "sin", "mask"), (*tables, mask), strict=True):
+            self.register_buffer(name, buffer, persistent=False)
         self.reset_parameters(generator)
-
-    def reset_buffers(self) -> None:
-        """Compute the tables of RoPE and the mask again, where the head's weight is."""
-        cos, sin = rope_tables(self.config.context, self.config.head_dim)
-        dtype, device = self.head.weight.dtype, self.head.weight.device
-        self.register_buffer("cos", cos.to(device, dtype), persistent=False)
-        self.register_buffer("sin", sin.to(device, dtype), persistent=False)
-        mask = torch.full((self.config.context, self.config.context), -math.inf, dtype=dtype, device=device).triu(1)
-        self.register_buffer("mask", mask, persistent=False)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Initialize all weights again."""

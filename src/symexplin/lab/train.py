@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import symexplin as sel
-from symexplin.lab.build import build, build_model, clear_gradients
+from symexplin.lab.build import build, clear_gradients
 from symexplin.lab.checkpoint import State
 from symexplin.lab.config import RunConfig, TrainConfig
 from symexplin.lab.data.batches import Batch, BatchLoader, Corpus, Prefetched, eval_batches
@@ -175,11 +175,12 @@ class Trainer:
                     weights[name] = complete.cpu()
             if not self._ranks.first:
                 return model
-            model = build_model(self.config, device="meta")
+            with torch.device("meta"):
+                model = Transformer(self.config.model)
+            if self.config.sel.home == "module":
+                sel.convert(model, map_of(self.config.sel, self.config.model.width))
             model.load_state_dict(weights, assign=True)
-        if self.config.sel.home != "module":
-            return model
-        return cast(Transformer, sel.fold(copy.deepcopy(model)))
+        return model if self.config.sel.home != "module" else cast(Transformer, sel.fold(copy.deepcopy(model)))
 
     def save(self, folder: Path) -> State:
         """Write model and optimizer into a folder, sharded ones in parts; return values for a checkpoint's state."""
