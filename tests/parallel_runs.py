@@ -6,7 +6,6 @@ import os
 import signal
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystem
 
 from symexplin import cli
 from symexplin.lab import run as lab_run
@@ -55,13 +54,6 @@ def _fail(*_):
     raise OSError(28, "No space left on device")
 
 
-def _fail_last(*arguments, before=FileSystem.create_stream):
-    """Let the last process alone write no part of a checkpoint."""
-    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
-        _fail()
-    return before(*arguments)
-
-
 def _plant(self, before=Trainer.update):
     """The last process alone has a weight that is no number."""
     with joined("cpu") as ranks, torch.no_grad():
@@ -78,7 +70,6 @@ def _odd(config, ranks, before=lab_train.build):
 
 _PLANTED = {
     "a full disk": (lab_train, "save_model", _fail),
-    "a full disk of one": (FileSystem, "create_stream", _fail_last),
     "no number": (Trainer, "update", _plant),
     "one process": (lab_train, "build", _odd),
 }

@@ -1,11 +1,8 @@
-import os
 import shutil
 
 import pytest
-import safetensors.torch
-import torch
 
-from symexplin.lab.checkpoint import newest, remove_incomplete, save_checkpoint, write_shards
+from symexplin.lab.checkpoint import newest, remove_incomplete, save_checkpoint
 from symexplin.lab.files import read_json
 
 
@@ -41,28 +38,3 @@ def test_failures_and_kills_leave_the_earlier_ones(tmp_path):
     assert newest(tmp_path) == [path]
     remove_incomplete(tmp_path)
     assert list((tmp_path / "checkpoints").iterdir()) == [path]
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_parts_of_tensors_may_be_views_and_all_files_are_synced(tmp_path, monkeypatch):
-    synced, before = [], os.fsync
-
-    def sync(file):
-        synced.append(os.fstat(file).st_size)
-        before(file)
-
-    tensors = {"weight": torch.randn(30, 4), "step": torch.tensor(3.0)}
-    tensors["part"] = tensors["weight"][2:5]
-
-    def write(place):
-        write_shards(place, tensors)
-        synced.clear()
-        return {}
-
-    monkeypatch.setattr(os, "fsync", sync)
-    save_checkpoint(tmp_path, 1, 1, write)
-    (file,) = newest(tmp_path)[0].glob("*.safetensors")
-    assert file.stat().st_size in synced
-    found = safetensors.torch.load_file(file)
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())

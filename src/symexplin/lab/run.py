@@ -246,10 +246,12 @@ class _Run:
         self.echo(f"train: step {step}/{self.config.train.steps}, loss {loss:.4f}{pace}, {used}")
 
     def _checkpoint(self) -> None:
-        def write(to: Path) -> State:
-            return {**self.trainer.save(to), "lengths": self.recorder.sync(), "seconds": self.seconds}
+        write_tensors, log = self.trainer.writer(), self.config.log
 
-        save_checkpoint(self.folder, self.trainer.step, self.config.log.keep, write, self.ranks)
+        def write(to: Path) -> State:
+            return {**write_tensors(to), "lengths": self.recorder.sync(), "seconds": self.seconds}
+
+        self.ranks.from_first(lambda: save_checkpoint(self.folder, self.trainer.step, log.keep, write))
 
     def _broke(self, error: str) -> str:
         """Record the error that ended the run; return the checkpoint to resume from."""

@@ -27,7 +27,6 @@ from symexplin.lab.weights import (
     load_optimizer,
     load_weights,
     save_model,
-    save_sharded,
     split_optimizer,
     write_tensors,
 )
@@ -166,35 +165,51 @@ class Trainer:
 
     def plain_model(self) -> Transformer:
         """Return the whole model with curved layers folded, for the first process; others get the model as it is."""
-        model = self.model
-        if self._sharded:
-            weights = {}
-            for name, tensor in model.state_dict().items():  # gathered one by one
-                complete = whole(tensor)
-                if self._ranks.first:
-                    weights[name] = complete.cpu()
-            if not self._ranks.first:
-                return model
-            with torch.device("meta"):
-                model = Transformer(self.config.model)
-            if self.config.sel.home == "module":
-                sel.convert(model, map_of(self.config.sel, self.config.model.width))
-            model.load_state_dict(weights, assign=True)
-        return model if self.config.sel.home != "module" else cast(Transformer, sel.fold(copy.deepcopy(model)))
+        model = self._whole_model()
+        if self.config.sel.home != "module" or not self._ranks.first:
+            return model
+        return cast(Transformer, sel.fold(copy.deepcopy(model)))
 
-    def save(self, folder: Path) -> State:
-        """Write model and optimizer into a folder, sharded ones in parts; return values for a checkpoint's state."""
-        curve = map_of(self.config.sel, self.config.model.width)
-        if self._sharded:
-            return save_sharded(self.model, self.optimizer, folder, curve)
+    def writer(self) -> Callable[[Path], State]:
+        """Return a function that writes model and optimizer into a folder and returns values for a checkpoint's state.
+
+        All processes call this, since it gathers what is sharded; the first one calls the function.
+        """
         state, rest = split_optimizer(self.optimizer)
-        if self._ranks.first:
-            save_model(self.model, folder / MODEL, curve)
-            write_tensors(folder / OPTIMIZER, state)
-        return {"optimizer": rest}
+        model, tensors = self._whole_model(), self._gathered(state)
+
+        def write(folder: Path) -> State:
+            save_model(model, folder / MODEL, map_of(self.config.sel, self.config.model.width))
+            write_tensors(folder / OPTIMIZER, tensors)
+            return {"optimizer": rest}
+
+        return write
+
+    def _whole_model(self) -> Transformer:
+        """Return the model; if it is sharded, a whole copy on the CPU in the first process."""
+        if not self._sharded:
+            return self.model
+        weights = self._gathered(self.model.state_dict())
+        if not self._ranks.first:
+            return self.model
+        with torch.device("meta"):
+            model = Transformer(self.config.model)
+        if self.config.sel.home == "module":
+            sel.convert(model, map_of(self.config.sel, self.config.model.width))
+        model.load_state_dict(weights, assign=True)
+        return model
+
+    def _gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return whole tensors on the CPU for the first process, gathered one by one; others get none."""
+        gathered = {}
+        for name, tensor in tensors.items():
+            complete = whole(tensor)
+            if self._ranks.first:
+                gathered[name] = complete.cpu()
+        return gathered
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`save` wrote."""
+        """Continue from what :meth:`writer` wrote."""
         with self._ranks.together():
             load_weights(self.model, folder)
             load_optimizer(self.optimizer, folder, state["optimizer"])

@@ -5,7 +5,7 @@ The headers of a run's weights tell the model and its map.
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,15 +16,7 @@ from torch import Tensor
 
 from symexplin.checks import naming
 from symexplin.config import SELConfig
-from symexplin.lab.checkpoint import (
-    STATE,
-    State,
-    is_sharded,
-    newest,
-    read_shards,
-    shard_metadata,
-    write_shards,
-)
+from symexplin.lab.checkpoint import newest
 from symexplin.lab.data.tokenizer import Tokenizer
 from symexplin.lab.files import read_json, replacing
 from symexplin.lab.folders import FACTS, TOKENIZER
@@ -35,7 +27,7 @@ from symexplin.modules import convert, fold
 __all__ = [
     *("MODEL", "OPTIMIZER", "Trained", "find_weights", "is_raw", "iter_tensors"),
     *("load_model", "load_optimizer", "load_trained", "load_weights", "map_entry", "read_map"),
-    *("save_model", "save_sharded", "split_optimizer", "write_tensors"),
+    *("save_model", "split_optimizer", "write_tensors"),
 ]
 
 MODEL, OPTIMIZER, _INDEX = "model.safetensors", "optimizer.safetensors", "model.safetensors.index.json"
@@ -43,8 +35,6 @@ MODEL, OPTIMIZER, _INDEX = "model.safetensors", "optimizer.safetensors", "model.
 # One entry, because safetensors writes several in random order.
 _ENTRY = "symexplin"
 _TIED = "head.weight"
-# Before the names of tensors in a checkpoint with parts of them.
-_WEIGHTS, _OF_OPTIMIZER = "model:", "optimizer:"
 # State that is sharded as its parameter: the weight's own. Optimizers with scales take those whole, and shard them.
 _OF_WEIGHTS = frozenset({"raw", "master", "exp_avg", "exp_avg_sq", "momentum_buffer"})
 
@@ -54,30 +44,14 @@ _OF_WEIGHTS = frozenset({"raw", "master", "exp_avg", "exp_avg_sq", "momentum_buf
 def iter_tensors(path: str | Path) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) in the order of the file.
 
-    `path` is a safetensors file, a folder with `model.safetensors` or with the shards that
-    `model.safetensors.index.json` lists, or a checkpoint with parts of tensors, whose weights are joined in memory. The
-    tensors of files are views of them, which may be larger than the memory if they are not kept. Pickles are never
-    opened.
+    `path` is a safetensors file, or a folder with `model.safetensors` or with the shards that
+    `model.safetensors.index.json` lists. The tensors are views of the files, which may be larger than the memory if
+    they are not kept. Pickles are never opened.
     """
-    if is_sharded(path := Path(path)):
-        yield from _whole_tensors(path)
-        return
-    for part in _parts(path):
+    for part in _parts(Path(path)):
         with _open(part) as file:
             for name in file.offset_keys():
                 yield name, file.get_tensor(name)
-
-
-def _whole_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the whole weights of a checkpoint with parts of tensors."""
-    about = shard_metadata(folder)
-    tensors = {name: _empty(about[name]) for name in about if name.startswith(_WEIGHTS)}
-    read_shards(folder, tensors)
-    yield from ((name.removeprefix(_WEIGHTS), tensor) for name, tensor in tensors.items())
-
-
-def _empty(about: Any) -> Tensor:
-    return torch.empty(about.size, dtype=about.properties.dtype, device="cpu")
 
 
 def _parts(path: Path) -> list[Path]:
@@ -104,8 +78,6 @@ def _open(path: Path) -> Any:
 
 
 def _header(path: str | Path) -> dict[str, Any]:
-    if is_sharded(Path(path)):
-        return dict(read_json(Path(path) / STATE)["header"])
     with _open(_parts(Path(path))[0]) as file:
         return dict(json.loads((file.metadata() or {}).get(_ENTRY, "{}")))
 
@@ -193,9 +165,6 @@ def _model_config(path: str | Path) -> ModelConfig:
 
 def load_weights(model: Transformer, path: str | Path) -> None:
     """Load the weights in a file or a checkpoint into a model of the same kind, plain or curved, whole or sharded."""
-    if is_sharded(Path(path)):
-        read_shards(Path(path), {_WEIGHTS + name: tensor for name, tensor in _untied(model).items()})
-        return
     own = model.state_dict()
     tensors = {name: placed(tensor, own.get(name, tensor)) for name, tensor in iter_tensors(path)}
     if model.config.tie_head and "embedding.weight" in tensors:
@@ -229,7 +198,7 @@ def load_trained(path: str | Path) -> Trained:
 def find_weights(path: str | Path) -> Path:
     """Return the file with the final weights of a run, else that of its newest checkpoint.
 
-    It is the checkpoint itself if this has parts of tensors. `path` may also be a checkpoint or a safetensors file.
+    `path` may also be a checkpoint or a safetensors file.
     """
     path = Path(path)
     if not path.exists():
@@ -237,11 +206,9 @@ def find_weights(path: str | Path) -> Path:
         raise FileNotFoundError(f"{wanted}, got {str(path)!r}, which does not exist")
     if not path.is_dir():
         return path
-    for place in (path, *newest(path)[:1]):
+    for place in (path, *newest(path)):
         if (place / MODEL).exists():
             return place / MODEL
-        if is_sharded(place):
-            return place
     raise ValueError(f"model must be a run with weights or a model's file, got {str(path)!r} without weights")
 
 
@@ -266,40 +233,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, folder: Path, saved: Mappin
     """Load the state of :func:`split_optimizer` from a checkpoint; sharded parameters take their part of it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in saved["plain"].items()}
-    for name, tensor in _read_state(folder, parameters):
+    for name, tensor in iter_tensors(folder / OPTIMIZER):
         index, _, key = name.partition(".")
-        state.setdefault(int(index), {})[key] = tensor
+        value = placed(tensor, parameters[int(index)]) if key in _OF_WEIGHTS else tensor
+        # A copy: tensors of mapped files are not aligned as kernels need them.
+        state.setdefault(int(index), {})[key] = value.clone()
     optimizer.load_state_dict({"state": state, "param_groups": saved["groups"]})
-
-
-def _read_state(folder: Path, parameters: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of an optimizer's state by name, those of weights placed as their parameters are."""
-
-    def parameter(name: str) -> Tensor | None:
-        index, _, key = name.partition(".")
-        return parameters[int(index)] if key in _OF_WEIGHTS else None
-
-    if not is_sharded(folder):
-        for name, tensor in iter_tensors(folder / OPTIMIZER):
-            like = parameter(name)
-            # A copy: tensors of mapped files are not aligned as kernels need them.
-            yield name, (tensor if like is None else placed(tensor, like)).clone()
-        return
-    targets = {}
-    for key, about in shard_metadata(folder).items():
-        if key.startswith(_OF_OPTIMIZER):
-            like = parameter(key.removeprefix(_OF_OPTIMIZER))
-            dtype = about.properties.dtype
-            targets[key] = _empty(about) if like is None else torch.empty_like(like, dtype=dtype, requires_grad=False)
-    read_shards(folder, targets)
-    yield from ((key.removeprefix(_OF_OPTIMIZER), tensor) for key, tensor in targets.items())
-
-
-def save_sharded(model: Transformer, optimizer: torch.optim.Optimizer, folder: Path, curve: SELConfig | None) -> State:
-    """Write this process's parts of a sharded model and of its optimizer's state; return values for the state."""
-    state, rest = split_optimizer(optimizer)
-    tensors = {_WEIGHTS + name: tensor for name, tensor in _untied(model).items()}
-    tensors |= {_OF_OPTIMIZER + name: tensor for name, tensor in state.items()}
-    header = json.loads(map_entry(curve, config=dataclasses.asdict(model.config))[_ENTRY])
-    write_shards(folder, tensors)
-    return {"optimizer": rest, "header": header}
