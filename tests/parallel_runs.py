@@ -78,7 +78,7 @@ _PLANTED = {
 def commands(lines):
     """Run command lines as torchrun's processes would: return the (status, stdout, stderr) of each.
 
-    A line may come with the name of something planted; RANK in it is the process's number.
+    A line may come with the name of something planted.
     """
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
@@ -89,7 +89,7 @@ def commands(lines):
         setattr(place, name, value)
         output, errors = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            status = cli.main(line.replace("RANK", str(rank)).split())
+            status = cli.main(line.split())
         setattr(place, name, before)
         found.append((status, output.getvalue(), errors.getvalue()))
     return found

@@ -10,7 +10,6 @@ import torch
 
 import parallel_runs
 import processes
-from corpora import TEXTS, prepared
 from run_folders import CURVES, TRAIN, tiny
 from symexplin.lab.checkpoint import newest
 from symexplin.lab.config import LogConfig
@@ -128,17 +127,13 @@ FLAGS = "--width 16 --depth 1 --heads 2 --context 8 --batch-size 4 --steps 4 --e
 def test_each_error_of_a_job_is_one_line_and_all_processes_have_its_status(folder, data, tmp_path):
     taken = folder / "none-ddp"
     flags = f"--data {data} {FLAGS} --no-tensorboard"
-    for rank in range(2):
-        prepared(tmp_path / str(rank), texts=TEXTS[rank:])
     new = f"train {flags} --out {tmp_path}/a"
     cases = [  # what the first process tells, whether one process is wrong or both
         (f"train {flags} --out {taken}", None, "out must be a new folder, got "),
         (f"{new} --batch-size 3", None, "error: batch_size / accumulation must be a multiple of the 2 processes"),
         (f"{new} --device cuda:1", None, "device must be auto, cpu or cuda for several"),
-        (f"{new} --data {tmp_path}/RANK/data", None, "data is "),
         (f"{new} --home module --map e.pattern=global --parallel fsdp", None, "'ddp'"),
         (new, "one process", "error: process 1: this process is odd"),
-        (f"{new} --seed RANK", None, "settings must be those of process 0: train.seed"),
         (f"train {flags} --out {tmp_path}/b", "a full disk", "error: No space left on device"),
         (f"train {flags} --out {tmp_path}/c", "no number", "a non-finite gradient; --resume continues at step 0"),
     ]

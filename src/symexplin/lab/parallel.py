@@ -5,7 +5,7 @@ import contextlib
 import datetime
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, distributed
 
 from symexplin.lab.process import end_with_parent, launch
-from symexplin.lab.settings import differences
 from symexplin.optim.shard import is_dtensor
 
 __all__ = ["ALONE", "ElsewhereError", "Ranks", "joined", "leave", "placed"]
@@ -81,14 +80,6 @@ class Ranks:
         with self.together():
             made = make() if self.first else None
         return cast(T, self.gather(made)[0])
-
-    def agree(self, settings: Mapping[str, Any]) -> None:
-        """Raise ValueError unless all processes have the same settings."""
-        odd = differences(self.gather(settings)[0], settings).items()
-        with self.together():
-            if odd:
-                told = "; ".join(f"{key} is {there!r} there, {here!r} here" for key, (there, here) in odd)
-                raise ValueError(f"all settings must be those of process 0: {told}")
 
 
 ALONE = Ranks()

@@ -67,8 +67,8 @@ def train(
     after it {"step", "eval_loss", "stats"}, or the error that ended the run {"step", "error"}. On a CPU, a run that was
     killed at any moment and resumed has the same bits in metrics.jsonl and in the weights as an uninterrupted one.
 
-    Under torchrun all processes call this function and train one run. Each computes its rows of the same batches, and
-    the first one writes.
+    Under torchrun all processes call this function and train one run, with the settings of the first one, which writes.
+    Each computes its rows of the same batches.
 
     Args:
         config: settings that are not given are chosen for the machine; all are saved.
@@ -86,10 +86,9 @@ def train(
     with joined(config.compute.device) as ranks, contextlib.ExitStack() as stack:
         echo = echo if ranks.first else lambda _: None
         with ranks.together():
-            corpus = Corpus.load(config.data, verify=ranks.first)
-            config = resolve(config, corpus.vocab_size, ranks.size)
+            corpus = Corpus.load(config.data)
             corpus.check_context(config.model.context)
-        ranks.agree({**to_table(config), "data": corpus.fingerprint})
+        config = ranks.from_first(lambda: resolve(config, corpus.vocab_size, ranks.size))
         folder = ranks.from_first(lambda: stack.enter_context(claimed(out, "run", {FACTS, CONFIG})))
         finished = ranks.from_first(lambda: _check_folder(folder, config, corpus, resume, mix_code, echo, ranks))
         if finished is not None:
