@@ -5,7 +5,6 @@ tokenizer.json        of the `tokenizers` library
 train.npy, valid.npy  the tokens, one `numpy` array per side
 """
 
-import contextlib
 import hashlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from symexplin.lab.data.tokenizer import TokenArray, Tokenizer
-from symexplin.lab.files import read_json, replace_file
+from symexplin.lab.files import read_json
 
 __all__ = [
     *("DATASET", "SIDES", "TOKENIZER", "Batch"),
@@ -28,7 +27,6 @@ __all__ = [
 
 DATASET, TOKENIZER = "dataset.json", "tokenizer.json"
 SIDES = ("train", "valid")
-_LARGE = 2**30  # bytes of tokens whose digest takes long
 
 Batch = tuple[Tensor, Tensor]
 
@@ -41,38 +39,23 @@ def read_dataset(folder: Path) -> dict[str, Any]:
     return read_json(folder / DATASET)
 
 
-def read_tokens(path: Path, count: int, sha256: str, *, verify: bool = True) -> TokenArray:
-    """Return the tokens of a file of :func:`write_tokens`, mapped into memory; `verify` compares their sha256."""
+def read_tokens(path: Path, count: int) -> TokenArray:
+    """Return the `count` tokens of a file of :func:`write_tokens`, mapped into memory."""
     try:
         tokens = np.load(path, mmap_mode="r").view(np.ndarray)
-        whole = tokens.shape == (count,) and (not verify or _verified(path, tokens, sha256))
     except Exception:  # numpy raises errors of many kinds for a damaged header
-        whole = False
-    if not whole:
-        raise ValueError(
-            f"{str(path)!r} is damaged or missing: its tokens are not those of {DATASET} (sha256); run `symexplin "
-            "prepare` into a new folder"
-        )
+        tokens = None
+    if tokens is None or tokens.shape != (count,):
+        raise ValueError(f"{str(path)!r} has not the {count:,} tokens of {DATASET}: prepare the text in a new folder")
     return cast(TokenArray, tokens)
-
-
-def _verified(path: Path, tokens: TokenArray, sha256: str) -> bool:
-    """Whether tokens have their digest. A large file is hashed once, until its size or modification time changes."""
-    about, stamp = path.stat(), path.with_suffix(".verified")
-    known = f"{about.st_size} {about.st_mtime_ns} {sha256}\n"
-    large = tokens.nbytes >= _LARGE
-    if large and stamp.is_file() and stamp.read_text() == known:
-        return True
-    same = hashlib.sha256(tokens.data).hexdigest() == sha256
-    if large and same:
-        with contextlib.suppress(OSError):  # the folder may be read-only
-            replace_file(stamp, known)
-    return same
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The tokens of the training and of the validation documents; `fingerprint` identifies them and their tokenizer."""
+    """The tokens of the training and of the validation documents; `fingerprint` identifies them and their tokenizer.
+
+    It is that of dataset.json: the tokens, which nothing changes once they are prepared, are not read for it.
+    """
 
     train: TokenArray
     valid: TokenArray
@@ -82,11 +65,8 @@ class Corpus:
     fingerprint: str
 
     @classmethod
-    def load(cls, folder: str | Path, *, verify: bool = True) -> Self:
-        """Return the corpus in a prepared folder, mapped into memory; `verify` reads all tokens for their digests.
-
-        A file of 1 GiB or more is hashed once; a stamp beside it records that.
-        """
+    def load(cls, folder: str | Path) -> Self:
+        """Return the corpus in a prepared folder, mapped into memory."""
         folder = Path(folder)
         dataset = read_dataset(folder)
         try:
@@ -95,8 +75,7 @@ class Corpus:
             if tokenizer.fingerprint != facts["fingerprint"]:
                 raise ValueError(f"{str(folder / TOKENIZER)!r} is not the tokenizer of the tokens, {tokenizer.name!r}")
             train, valid = (
-                read_tokens(folder / f"{name}.npy", side["tokens"], side["sha256"], verify=verify)
-                for name, side in zip(SIDES, sides, strict=True)
+                read_tokens(folder / f"{name}.npy", side["tokens"]) for name, side in zip(SIDES, sides, strict=True)
             )
             train_documents, valid_documents = (side["documents"] for side in sides)
         except KeyError:
