@@ -123,7 +123,9 @@ def test_bad_files_and_names_are_one_line(tmp_path):
 def test_tokenizers_of_models_come_from_the_hub(bpe, tmp_path, monkeypatch):
     bpe.save(tmp_path / "t.json")
     asked = []
-    monkeypatch.setattr(module, "hub_file", lambda *arguments: asked.append(arguments) or tmp_path / "t.json")
+    monkeypatch.setattr(
+        "huggingface_hub.hf_hub_download", lambda *arguments: asked.append(arguments) or tmp_path / "t.json"
+    )
     tokenizer = Tokenizer.from_name("gpt2")
     assert (tokenizer.name, tokenizer.end_token) == ("gpt2", "<|endoftext|>")
     assert Tokenizer.from_name("hf:some/model").name == "hf:some/model"

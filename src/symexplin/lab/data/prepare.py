@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from symexplin.lab.config import PrepareConfig
 from symexplin.lab.data.batches import DATASET, SIDES, TOKENIZER, read_dataset
-from symexplin.lab.data.sources import Reader, check_source, find_source, hash_document, split_documents
+from symexplin.lab.data.sources import Reader, find_source, hash_document, split_documents
 from symexplin.lab.data.tokenizer import TokenArray, Tokenizer, pieces, train_bpe
 from symexplin.lab.files import write_json
 from symexplin.lab.folders import claimed
@@ -66,8 +66,6 @@ def _make(config: PrepareConfig, work: Path, echo: Echo) -> Table:
     """Write the tokens and the tokenizer into the folder `work`, and return the facts about them."""
     start = time.perf_counter()
     # The tokenizer first: to read the text may take hours.
-    for source in (*config.sources, *config.valid):
-        check_source(source, config.text_key, config.split)
     named = None if config.tokenizer == "bpe" else Tokenizer.from_name(config.tokenizer, config.end_token)
     text = _read(config, echo)
     tokenizer = named or _bpe(config, text, echo)

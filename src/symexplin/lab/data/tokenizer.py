@@ -16,7 +16,6 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from symexplin.checks import naming
-from symexplin.lab.data.sources import hub_file
 from symexplin.lab.files import replace_file
 from symexplin.lab.provenance import cores
 
@@ -92,8 +91,10 @@ class Tokenizer:
         if spec == "byte":
             return cls(_byte_tokenizer(), "byte")
         if spec == "gpt2" or spec.startswith("hf:"):
+            from huggingface_hub import hf_hub_download
+
             repository = "openai-community/gpt2" if spec == "gpt2" else spec.removeprefix("hf:")
-            return cls.load(hub_file(repository, "tokenizer.json"), name=spec, end_token=end_token)
+            return cls.load(hf_hub_download(repository, "tokenizer.json"), name=spec, end_token=end_token)
         return cls.load(spec, end_token=end_token)
 
     @classmethod
