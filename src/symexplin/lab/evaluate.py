@@ -38,8 +38,8 @@ def evaluate(
     model.train(was_training)
     # All at once: each look at a number waits for the device.
     values = torch.stack(losses).tolist()
-    total, count = map(sum, ranks.columns(sum(map(operator.mul, values, counts)), sum(counts)))
-    return total / count
+    total, count = map(sum, zip(*ranks.gather((sum(map(operator.mul, values, counts)), sum(counts))), strict=True))
+    return float(total / count)
 
 
 @torch.no_grad()

@@ -52,14 +52,6 @@ class Ranks:
         distributed.all_gather_object(values, value)
         return values
 
-    def columns(self, *numbers: float) -> list[tuple[float, ...]]:
-        """Return for each of `numbers` those of all processes, in their order, by one collective operation."""
-        own = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        everyone = [torch.empty_like(own) for _ in range(self.size)] if self.size > 1 else [own]
-        if self.size > 1:
-            distributed.all_gather(everyone, own)
-        return list(zip(*(each.tolist() for each in everyone), strict=True))
-
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Raise the error of one process in all: in those without an error of their own as ElsewhereError."""

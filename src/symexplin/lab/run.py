@@ -189,7 +189,6 @@ class _Run:
             place = self.folder if self.ranks.first else None
             recorder = Recorder(place, self.config.log.tensorboard, self.trainer.step, lengths)
         with recorder as self.recorder, StopSignals() as stop, bar:
-            self.trainer.ask = lambda: stop.signal or 0
             try:
                 if checkpoint is None:
                     self._evaluate()
@@ -205,7 +204,7 @@ class _Run:
 
     def _check_signal(self, stop: StopSignals) -> None:
         """Save and raise Stopped if a signal has reached any process: it may reach them at different times."""
-        if agreed := int(max(self.trainer.answers, default=0)) if self.ranks.size > 1 else stop.signal:
+        if agreed := max(self.ranks.gather(stop.signal or 0)):
             self._checkpoint()
             path = self.ranks.from_first(lambda: newest(self.folder)[0])
             raise Stopped(agreed, f"after step {self.trainer.step}, saved in {path}; --resume continues from there")

@@ -4,8 +4,7 @@ import contextlib
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +15,7 @@ import symexplin as sel
 from symexplin.lab.build import build, clear_gradients
 from symexplin.lab.checkpoint import State
 from symexplin.lab.config import RunConfig, TrainConfig
-from symexplin.lab.data.batches import Batch, BatchLoader, Corpus, Prefetched, eval_batches
+from symexplin.lab.data.batches import Batch, BatchLoader, Corpus, eval_batches
 from symexplin.lab.evaluate import evaluate
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
@@ -51,38 +50,24 @@ def lr_factor(step: int, config: TrainConfig) -> float:
     return 1.0 - (1.0 - config.floor) * min(progress, 1.0)
 
 
-def _load(loader: BatchLoader, accumulation: int, ranks: Ranks, pinned: bool, step: int) -> list[Batch]:
-    """Return the microbatches of a step, this process's rows of each; a GPU copies `pinned` memory directly."""
-    size = loader.batch_size // accumulation
-    rows, batches = ranks.rows(size), []
-    for start in range(0, size * accumulation, size):
-        batch = loader.batch(step, slice(start + rows.start, start + rows.stop))
-        batches.append((batch[0].pin_memory(), batch[1].pin_memory()) if pinned else batch)
-    return batches
-
-
 class Trainer:
     """A run in memory: the model, its optimizer, the data, and `step`, the number of steps taken.
 
     Batches, learning rates and evaluations are functions of the configuration and the step, so the state to keep is
     that of the model and of the optimizer alone. The configuration is complete (:func:`symexplin.lab.config.resolve`).
-    Several processes compute each batch together, and all call every method. With the loss of an update they exchange
-    the number that `ask` returns, which the caller may set: `answers` has those of all processes.
+    Several processes compute each batch together, and all call every method.
     """
 
     def __init__(self, config: RunConfig, corpus: Corpus, ranks: Ranks = ALONE) -> None:
         context, train = config.model.context, config.train
         self.config, self._ranks = config, ranks
-        self.ask: Callable[[], float] = float
-        self.answers: Sequence[float] = ()
         with ranks.together():  # an error must reach all processes before the next collective operation
             rows = train.batch_size // train.accumulation
             self._held_out = eval_batches(corpus.valid, context, rows, train.eval_batches * train.accumulation)
             self.model, self.optimizer, self._clip = build(config, ranks)
         self._device = next(self.model.parameters()).device
-        loader = BatchLoader(corpus.train, context, train.batch_size, train.seed)
-        # Not a bound method: the thread would keep this trainer, and the memory of its model, after the run.
-        self._batches = Prefetched(partial(_load, loader, train.accumulation, ranks, self._device.type == "cuda"))
+        self._loader = BatchLoader(corpus.train, context, train.batch_size, train.seed)
+        self._next: tuple[int, list[Batch]] = (-1, [])
         warnings.filterwarnings("ignore", message=r"step \d+: .* is not finite")  # the loop ends with an error
         self._autocast = config.compute.autocast == "on"
         if self._autocast:  # torch tells of the norms, whose weights stay in float32
@@ -114,12 +99,21 @@ class Trainer:
             group["lr"] = peak * lr_factor(self.step, train)
         clear_gradients((p for group in self.optimizer.param_groups for p in group["params"]), self.config)
         losses, norm = self._backward(), self._step()
+        self._next = self.step + 1, self._load(self.step + 1)  # while a GPU computes
         values = torch.stack([*losses, norm.to(losses[0].device, torch.result_type(losses[0], norm))]).tolist()
-        shares, self.answers = self._ranks.columns(sum(values[:-1]), self.ask())
-        loss = sum(shares) / self._ranks.size
+        loss = sum(self._ranks.gather(sum(values[:-1]))) / self._ranks.size
         self._check_finite(self.step + 1, loss=loss, gradient_norm=values[-1])
         self.step += 1
         return {"loss": loss, "lr": float(self.optimizer.param_groups[0]["lr"]), "grad_norm": values[-1]}
+
+    def _load(self, step: int) -> list[Batch]:
+        """Return the microbatches of a step, this process's rows of each; a GPU copies pinned memory directly."""
+        size = self._loader.batch_size // self.config.train.accumulation
+        rows, batches = self._ranks.rows(size), []
+        for start in range(0, self._loader.batch_size, size):
+            batch = self._loader.batch(step, slice(start + rows.start, start + rows.stop))
+            batches.append((batch[0].pin_memory(), batch[1].pin_memory()) if self._device.type == "cuda" else batch)
+        return batches
 
     def _step(self) -> Tensor:
         """Clip the gradients, unless the optimizer does so; take its step, and return their norm."""
@@ -137,7 +131,8 @@ class Trainer:
     def _backward(self) -> list[Tensor]:
         """Compute the gradients of the next batch, this process's rows of each microbatch, and return their losses."""
         device, losses = self._device, []
-        batches = self._batches(self.step)
+        ready, batches = self._next
+        batches = batches if ready == self.step else self._load(self.step)
         for place, batch in enumerate(batches, start=1):
             # The last part exchanges whole gradients; sharded ones never wait whole for it.
             waits = place < len(batches) and isinstance(self._trained, nn.parallel.DistributedDataParallel)

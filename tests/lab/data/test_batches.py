@@ -1,13 +1,12 @@
 import dataclasses
 import hashlib
-import threading
 
 import numpy as np
 import pytest
 import torch
 
 from corpora import in_memory, prepared
-from symexplin.lab.data.batches import BatchLoader, Corpus, Prefetched, eval_batches, read_tokens
+from symexplin.lab.data.batches import BatchLoader, Corpus, eval_batches, read_tokens
 from symexplin.lab.data.prepare import write_tokens
 from symexplin.lab.data.tokenizer import train_bpe
 
@@ -106,20 +105,3 @@ def test_a_process_reads_its_rows_alone_of_the_same_batch():
         assert torch.equal(part, whole[2:4])
         assert part.is_contiguous()  # else a GPU gets a copy that is in no pinned memory
     assert [index.shape for index in read] == [(2, 11)]
-
-
-def test_the_batches_of_the_next_step_are_read_meanwhile_and_an_error_comes_with_its_step():
-    began = [threading.Event() for _ in range(9)]
-
-    def load(step):
-        began[step].set()
-        if step == 4:
-            raise OSError("gone")
-        return step
-
-    batches = Prefetched(load)
-    for step in (0, 1, 1, 7, 3):  # a resumed run may ask for a step twice, or for another one
-        assert batches(step) == step
-        assert began[step + 1].wait(timeout=10)
-    with pytest.raises(OSError, match="gone"):
-        batches(4)

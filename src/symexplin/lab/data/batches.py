@@ -6,8 +6,6 @@ train.npy, valid.npy  the tokens, one `numpy` array per side
 """
 
 import hashlib
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
@@ -22,7 +20,7 @@ from symexplin.lab.files import read_json
 
 __all__ = [
     *("DATASET", "SIDES", "TOKENIZER", "Batch"),
-    *("BatchLoader", "Corpus", "Prefetched", "eval_batches", "read_dataset", "read_tokens"),
+    *("BatchLoader", "Corpus", "eval_batches", "read_dataset", "read_tokens"),
 ]
 
 DATASET, TOKENIZER = "dataset.json", "tokenizer.json"
@@ -122,23 +120,6 @@ class BatchLoader:
         random = np.random.default_rng([self.seed, step])
         starts = random.integers(0, len(self.tokens) - self.context, size=self.batch_size)
         return _windows(self.tokens, starts[rows], self.context)
-
-
-class Prefetched:
-    """The batches of each step: a thread loads those of the next step while the caller uses the current ones.
-
-    An error in `load` is raised by the call that asks for that step.
-    """
-
-    def __init__(self, load: Callable[[int], list[Batch]]) -> None:
-        self._load, self._thread = load, ThreadPoolExecutor(max_workers=1)
-        self._next: tuple[int, Future[list[Batch]]] | None = None
-
-    def __call__(self, step: int) -> list[Batch]:
-        """Return the batches of a step."""
-        ready = self._next[1].result() if self._next is not None and self._next[0] == step else self._load(step)
-        self._next = step + 1, self._thread.submit(self._load, step + 1)
-        return ready
 
 
 def eval_batches(tokens: TokenArray, context: int, batch_size: int, count: int) -> list[Batch]:
