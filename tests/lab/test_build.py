@@ -18,9 +18,8 @@ def config(train=TRAIN, compute=None, **curve):
 
 
 def test_the_optimizer_home_clips_and_anneals_by_itself():
-    model, optimizer, clip = build(config(preset="paper"))
+    model, optimizer = build(config(preset="paper"))
     assert isinstance(optimizer, sel.SELAdamW)
-    assert not clip
     assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in model.parameters()}
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["weight_decay"]) == (4e-3, (0.8, 0.99), 0.02)
@@ -46,7 +45,7 @@ def test_what_decays_is_said(curve, decay, norm):
     """With gradients of 0 nothing but decay moves a weight: at lr 0.1 and decay 0.5 by 5% a step."""
     train = TrainConfig(steps=10, lr=0.1, weight_decay=0.5, decay=decay)
     settings = config(train, **curve)
-    model, built, _ = build(dataclasses.replace(settings, model=dataclasses.replace(TINY, norm=norm)))
+    model, built = build(dataclasses.replace(settings, model=dataclasses.replace(TINY, norm=norm)))
     named = dict(model.named_parameters())
     raw = "raw_" if curve.get("home") == "module" else ""
     with torch.no_grad():
@@ -75,7 +74,7 @@ def test_frozen_parameters_keep_their_first_values_and_are_not_curved(curve, com
     train = dataclasses.replace(TRAIN, frozen=("blocks.*.bias", "head.weight"), accumulation=2)
     settings = config(train, compute, **curve, **start)
     free = build(dataclasses.replace(settings, train=dataclasses.replace(train, frozen=()))).model
-    model, optimizer, _ = build(settings)
+    model, optimizer = build(settings)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for name, parameter in free.named_parameters():  # frozen after the start: it is that of the whole model
         assert torch.equal(before.get(name, parameter), parameter)
@@ -112,7 +111,7 @@ def test_the_start_leaves_out_what_it_says(home):
 @pytest.mark.parametrize("curve", [{"home": "none"}, {"preset": "paper"}, {"home": "module", "preset": "paper"}])
 def test_learning_rates_by_name(curve):
     train = dataclasses.replace(TRAIN, lr_factors={"*.q.weight": 0.5, "*.bias": 5.0})
-    model, optimizer, _ = build(config(train, **curve))
+    model, optimizer = build(config(train, **curve))
     lrs = {
         id(p): group["lr"] * group.get("lr_factor", 1.0) for group in optimizer.param_groups for p in group["params"]
     }
@@ -127,7 +126,7 @@ def test_learning_rates_by_name(curve):
 @pytest.mark.parametrize(("home", "given", "total"), [("optimizer", None, 10), ("optimizer", 4, 4), ("module", 25, 25)])
 def test_annealing_takes_the_whole_schedule_unless_said(home, given, total):
     train = dataclasses.replace(TRAIN, steps=5, lr_decay_steps=10)
-    _, optimizer, _ = build(config(train, home=home, preset="paper", anneal_steps=given))
+    _, optimizer = build(config(train, home=home, preset="paper", anneal_steps=given))
     if home == "optimizer":
         assert {group["total_steps"] for group in optimizer.param_groups if "k_e" in group} == {total}
         return

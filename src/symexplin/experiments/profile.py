@@ -14,6 +14,7 @@ from symexplin.lab.build import Built, build, clear_gradients
 from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.files import format_columns
 from symexplin.lab.provenance import provenance
+from symexplin.optim import RawSpaceOptimizer
 
 __all__ = ["profile"]
 
@@ -67,7 +68,7 @@ class _Step:
 
     def take(self) -> tuple[float, ...]:
         """Return the seconds of forward, backward and optimizer of one microbatch."""
-        model, optimizer, clip = self._built
+        model, optimizer = self._built
         train, found = self.config.train, list[Tensor]()
         clear_gradients((p for group in optimizer.param_groups for p in group["params"]), self.config)
 
@@ -77,7 +78,7 @@ class _Step:
                 found.append(model(*self._inputs))
 
         def update() -> None:
-            if clip:
+            if not isinstance(optimizer, RawSpaceOptimizer):  # which clips itself
                 torch.nn.utils.clip_grad_norm_(model.parameters(), train.max_grad_norm)
             optimizer.step()
 

@@ -19,11 +19,10 @@ _FUSED = ("cpu", "cuda", "mps", "xpu")  # devices that torch's fused AdamW knows
 
 
 class Built(NamedTuple):
-    """What a run trains. `clip` is False if the optimizer clips."""
+    """What a run trains."""
 
     model: Transformer
     optimizer: torch.optim.Optimizer
-    clip: bool
 
 
 def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
@@ -51,12 +50,12 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
             if route.parameter.requires_grad:
                 groups.setdefault((route.lr, route.weight_decay), []).append(route.parameter)
         alike = [{"params": params, "lr": lr, "weight_decay": decay} for (lr, decay), params in groups.items()]
-        return Built(model, _adamw(model, alike, config), clip=True)
+        return Built(model, _adamw(model, alike, config))
     if config.sel.home == "module":
         of_roles = sel.param_groups(model, lr=lrs, weight_decay=train.weight_decay, no_decay=undecayed)
         optimizer = _adamw(model, of_roles, config)
         sel.anneal_scales(optimizer, total_steps=annealing)
-        return Built(model, optimizer, clip=True)
+        return Built(model, optimizer)
     of_parameters = sel.param_groups(model, lr=lrs, weight_decay=train.weight_decay, config=curve, no_decay=undecayed)
     raw_space = sel.SELAdamW(
         of_parameters,
@@ -65,7 +64,7 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
         total_steps=annealing,
         max_grad_norm=train.max_grad_norm,
     )
-    return Built(model, raw_space, clip=False)
+    return Built(model, raw_space)
 
 
 def build_model(config: RunConfig, device: str | None = None) -> Transformer:

@@ -64,7 +64,7 @@ class Trainer:
         with ranks.together():  # an error must reach all processes before the next collective operation
             rows = train.batch_size // train.accumulation
             self._held_out = eval_batches(corpus.valid, context, rows, train.eval_batches * train.accumulation)
-            self.model, self.optimizer, self._clip = build(config, ranks)
+            self.model, self.optimizer = build(config, ranks)
         self._device = next(self.model.parameters()).device
         self._loader = BatchLoader(corpus.train, context, train.batch_size, train.seed)
         self._next: tuple[int, list[Batch]] = (-1, [])
@@ -116,15 +116,14 @@ class Trainer:
         return batches
 
     def _step(self) -> Tensor:
-        """Clip the gradients, unless the optimizer does so; take its step, and return their norm."""
-        if isinstance(self.optimizer, sel.RawSpaceOptimizer):  # which knows the norm of raw gradients
+        """Clip the gradients, take the optimizer's step, and return their norm."""
+        if isinstance(self.optimizer, sel.RawSpaceOptimizer):  # which clips raw gradients itself
             self.optimizer.step()
             assert self.optimizer.grad_norm is not None
             return whole(self.optimizer.grad_norm)
         parameters = list(self.model.parameters())
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if self._clip:
-            nn.utils.clip_grads_with_norm_(parameters, self.config.train.max_grad_norm, norm)
+        nn.utils.clip_grads_with_norm_(parameters, self.config.train.max_grad_norm, norm)
         self.optimizer.step()
         return whole(norm)
 
