@@ -252,7 +252,7 @@ def test_train_says_first_that_its_biases_cannot_be_exported_unless_they_were_ch
 
 
 def test_sample_writes_the_prompt_and_more_and_the_same_again(place, capsys):
-    words = ("sample", place / "run", "--prompt", "document 3", "--length", "20", "--top-k", "50")
+    words = ("sample", place / "run", "--prompt", "document 3", "--length", "20")
     text = run(capsys, *words)
     assert text.startswith("document 3")
     assert len(text) > len("document 3\n")

@@ -287,7 +287,6 @@ def _sample(
     prompt: Annotated[str, Parameter(allow_leading_hyphen=True)] = "",
     length: Count = 200,
     temperature: float = 0.8,
-    top_k: Count | None = None,
     seed: Whole = 0,
 ) -> None:
     """Generate text with a trained model: the final weights of a run, or those of its newest checkpoint.
@@ -296,7 +295,6 @@ def _sample(
         prompt: beginning of the text; if empty, a new document
         length: number of tokens to generate
         temperature: sampling temperature; 0 takes the most likely token
-        top_k: sample only from this many of the most likely tokens
         seed: seed of the sampling
 
     Examples:
@@ -306,7 +304,7 @@ def _sample(
     from symexplin.lab.weights import load_trained
 
     trained, tokenizer, _ = load_trained(model)
-    print(sample(trained, tokenizer, prompt, length, temperature=temperature, top_k=top_k, seed=seed))
+    print(sample(trained, tokenizer, prompt, length, temperature=temperature, seed=seed))
 
 
 def _export(model: _Run, /, *, out: str) -> None:

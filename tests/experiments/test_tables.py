@@ -210,7 +210,7 @@ def test_every_variant_in_miniature_takes_a_step():
         distinct |= {repr((run.sel, run.model)): run for run in runs(panel).values()}
     assert len(distinct) > 30
     for run in distinct.values():
-        model, optimizer, _ = build(run)
+        model, optimizer = build(run)
         model(torch.zeros(1, 8, dtype=torch.long), torch.ones(1, 8, dtype=torch.long)).backward()
         old = [p.detach().clone() for p in model.blocks.parameters()]
         optimizer.step()

@@ -50,13 +50,11 @@ def sample(
     length: int,
     *,
     temperature: float = 0.8,
-    top_k: int | None = None,
     seed: int = 0,
 ) -> str:
     """Return `prompt` and the text of `length` more tokens; an empty prompt begins a new document.
 
-    The `temperature` divides the logits; 0 takes the most likely token. With `top_k` only as many of the most likely
-    tokens are sampled. The same arguments give the same text.
+    The `temperature` divides the logits; 0 takes the most likely token. The same arguments give the same text.
 
     >>> from symexplin.lab.model import ModelConfig
     >>> model, tokenizer = Transformer(ModelConfig(width=16, depth=1, heads=2, context=8)), Tokenizer.from_name("byte")
@@ -70,8 +68,6 @@ def sample(
         prompt.encode()
     except UnicodeEncodeError:
         raise ValueError(f"prompt must be UTF-8 text, got {prompt!r}") from None
-    if top_k is not None:
-        check_whole("top_k", top_k)
     size = model.config.vocab_size
     if tokenizer.vocab_size != size:
         raise ValueError(f"tokenizer must have the model's {size} tokens, got {tokenizer.vocab_size}")
@@ -80,13 +76,11 @@ def sample(
     tokens = tokenizer.encode(prompt) or [tokenizer.end]
     for _ in range(length):
         window = torch.tensor([tokens[-model.config.context :]], dtype=torch.int64, device=device)
-        tokens.append(_draw(model(window)[0, -1].float().cpu(), temperature, top_k, generator))
+        tokens.append(_draw(model(window)[0, -1].float().cpu(), temperature, generator))
     return tokenizer.decode(tokens if prompt else tokens[1:])
 
 
-def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
     if temperature < _GREEDY:
         return int(logits.argmax())
-    if top_k is not None and top_k < len(logits):
-        logits = logits.where(logits >= logits.topk(top_k).values[-1], -torch.inf)
     return int(torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator))

@@ -15,17 +15,13 @@ from torch import Tensor, distributed
 from symexplin.lab.process import end_with_parent, launch
 from symexplin.optim.shard import is_dtensor
 
-__all__ = ["ALONE", "ElsewhereError", "Ranks", "joined", "leave", "placed"]
+__all__ = ["ALONE", "Ranks", "joined", "leave", "placed"]
 
 T = TypeVar("T")
 
 # The others wait while the first process writes a checkpoint.
 _PATIENCE = datetime.timedelta(minutes=30)
 _ENDED = "another process of the job has ended or cannot be reached; --resume continues from the last checkpoint"
-
-
-class ElsewhereError(ValueError):
-    """Another process of the job has failed, and reports the error."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Raise the error of one process in all: in those without an error of their own as ElsewhereError."""
+        """Raise the error of one process in all: in those without one of their own as a ValueError."""
         error = None
         try:
             yield
@@ -65,7 +61,7 @@ class Ranks:
             raise error
         for rank, text in enumerate(told):
             if text is not None:
-                raise ElsewhereError(f"process {rank}: {text}")
+                raise ValueError(f"process {rank}: {text}")
 
     def from_first(self, make: Callable[[], T]) -> T:
         """Return the result of `make`, which the first process alone calls."""

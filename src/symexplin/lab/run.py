@@ -81,7 +81,7 @@ def train(
         ValueError: an unusable folder or data, a run of another configuration or by other code.
         NonFiniteError: the loss or a gradient is not finite; the message names the last checkpoint.
         Stopped: SIGTERM or SIGINT arrived; a checkpoint was written.
-        ElsewhereError, ChildProcessError: another process has failed, or has ended.
+        ChildProcessError: another process has ended.
     """
     with joined(config.compute.device) as ranks, contextlib.ExitStack() as stack:
         echo = echo if ranks.first else lambda _: None
