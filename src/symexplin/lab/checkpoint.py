@@ -11,9 +11,9 @@ from typing import Any
 
 from symexplin.lab.files import write_json
 
-__all__ = ["CHECKPOINTS", "STATE", "State", "newest", "remove_incomplete", "save_checkpoint"]
+__all__ = ["STATE", "State", "newest", "remove_incomplete", "save_checkpoint"]
 
-CHECKPOINTS = "checkpoints"
+_CHECKPOINTS = "checkpoints"
 STATE = "state.json"
 _TEMPORARY = ".tmp"
 
@@ -22,7 +22,7 @@ State = dict[str, Any]
 
 def newest(folder: Path) -> list[Path]:
     """Return the checkpoints of a run, newest first."""
-    return sorted((folder / CHECKPOINTS).glob("step-*[0-9]"), key=lambda path: int(path.name[5:]), reverse=True)
+    return sorted((folder / _CHECKPOINTS).glob("step-*[0-9]"), key=lambda path: int(path.name[5:]), reverse=True)
 
 
 def save_checkpoint(folder: Path, step: int, keep: int, write: Callable[[Path], State]) -> None:
@@ -30,7 +30,7 @@ def save_checkpoint(folder: Path, step: int, keep: int, write: Callable[[Path], 
 
     `write` writes files into the given folder and syncs them, and returns plain values for the state.
     """
-    final = folder / CHECKPOINTS / f"step-{step:08d}"
+    final = folder / _CHECKPOINTS / f"step-{step:08d}"
     if final.exists():
         return
     place = _temporary(final)
@@ -49,7 +49,7 @@ def save_checkpoint(folder: Path, step: int, keep: int, write: Callable[[Path], 
 
 def remove_incomplete(folder: Path) -> None:
     """Remove what a kill has left of a checkpoint."""
-    for path in (folder / CHECKPOINTS).glob(f"*{_TEMPORARY}"):
+    for path in (folder / _CHECKPOINTS).glob(f"*{_TEMPORARY}"):
         shutil.rmtree(path)
 
 
