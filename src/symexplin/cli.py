@@ -1,6 +1,5 @@
 """The command line, `symexplin COMMAND`: what each command takes. The laboratory does the work."""
 
-import dataclasses
 import inspect
 import os
 import pkgutil
@@ -16,7 +15,7 @@ from cyclopts import App, CycloptsError, Parameter
 from symexplin import __version__
 from symexplin.lab.files import write_json
 from symexplin.lab.process import Stopped, launch
-from symexplin.lab.settings import FLAGS, Count, Pairs, Whole, from_table, load_toml, merge, to_table, with_flags
+from symexplin.lab.settings import FLAGS, Count, Whole, from_table, load_toml, merge, to_table, with_flags
 
 __all__ = ["COMMANDS", "main", "make_app"]
 
@@ -157,7 +156,6 @@ _Resume = Annotated[bool, _Switch, Parameter(help="continue in the folder, or st
 _Submit = Annotated[bool, _Switch, Parameter(help="submit the jobs, with --cluster slurm")]
 _MixCode = Annotated[bool, _Switch, Parameter(help="resume although code has changed since runs began")]
 _Run = Annotated[str, Parameter(help="folder of a run, one of its checkpoints, or a model.safetensors")]
-_Weights = Annotated[str, Parameter(help="a safetensors file, or a folder of them")]
 _Plan = Annotated[bool, _Switch, Parameter(help="print the runs, the hours here and the assumptions, and stop")]
 _Path = str | None
 
@@ -310,7 +308,7 @@ def _sample(
     from symexplin.lab.evaluate import sample
     from symexplin.lab.weights import load_trained
 
-    trained, tokenizer, _ = load_trained(model, echo=_warn)
+    trained, tokenizer = load_trained(model, echo=_warn)
     print(sample(trained, tokenizer, prompt, length, temperature=temperature, top_k=top_k, seed=seed))
 
 
@@ -328,36 +326,8 @@ def _export(model: _Run, /, *, out: str) -> None:
     from symexplin.lab.export import export_transformers
     from symexplin.lab.weights import load_trained
 
-    trained, tokenizer, curve = load_trained(model, echo=_warn)
-    export_transformers(trained, out, tokenizer, curve, echo=print)
-
-
-def _inspect(source: _Weights, /, *, preset: _Path = None, map: Pairs | None = None, json: _Path = None) -> None:
-    """Show the heavy tails of any model's weights.
-
-    For each matrix: the largest weight and the standard deviation relative to Xavier's uniform initialization, the
-    shares of weights beyond thresholds, the automatic beta, and the precision of the map's inverse there. The map is
-    the one that the model was trained with, if the file says so, otherwise the default.
-
-    Args:
-        preset: another map: default, or one of the paper's, such as paper (beta by the width)
-        map: keys of the map to change, such as beta=5 or e.k=[50,8]
-        json: file to write all numbers to
-
-    Examples:
-      symexplin inspect model.safetensors
-      symexplin inspect llama/ --preset paper --map beta=15 --json tails.json
-    """
-    from symexplin.lab.inspect import format_inspection, inspect_file
-    from symexplin.lab.maps import named_map
-
-    if json is not None and Path(json).exists():
-        raise ValueError(f"json must be a new file, got {json!r}, which exists")
-    config = named_map(preset or "default", map or {}) if preset or map else None
-    inspection = inspect_file(source, config=config)
-    print(format_inspection(inspection))
-    if json is not None:
-        write_json(json, dataclasses.asdict(inspection))
+    trained, tokenizer = load_trained(model, echo=_warn)
+    export_transformers(trained, out, tokenizer, echo=print)
 
 
 def _reproduce(
@@ -450,7 +420,7 @@ def _demo(given: Table, *, out: str = "runs/demo") -> None:
     run_demo(out, from_table(DemoConfig, given), echo=_log)
 
 
-_LISTED = (_demo, _prepare, _train, _sample, _compare, _reproduce, _export, _inspect, _figure)
+_LISTED = (_demo, _prepare, _train, _sample, _compare, _reproduce, _export, _figure)
 COMMANDS: dict[str, Callable[..., None]] = {command.__name__[1:]: command for command in _LISTED}
 # The configuration whose keys are flags of a command, which is imported for this command alone; then the keys that have
 # no flag.

@@ -5,13 +5,10 @@ import sys
 
 import pytest
 import torch
-from safetensors import safe_open
 
-import symexplin as sel
 from networks import moved
 from symexplin.lab.data.tokenizer import Tokenizer, train_bpe
 from symexplin.lab.export import export_transformers
-from symexplin.lab.inspect import inspect_file
 from symexplin.lab.model import ModelConfig, Transformer
 
 transformers = pytest.importorskip("transformers")
@@ -68,18 +65,6 @@ def test_the_tokenizer_is_this_one(tmp_path, ours):
     assert theirs.decode([*ours.encode("fox"), ours.end], skip_special_tokens=True) == "fox"
     loaded = stock(tmp_path / "out")
     assert loaded.config.eos_token_id == loaded.generation_config.eos_token_id == ours.end
-
-
-def test_the_file_has_the_map_of_the_training(tmp_path):
-    config = sel.preset("paper", beta=5, exclude=("blocks.0.*",))
-    (tmp_path / "out").mkdir()
-    export_transformers(build(), tmp_path / "out", BPE, config)
-    found = inspect_file(tmp_path / "out")
-    assert found.config == sel.preset("paper", beta=5).resolve(16)  # the patterns are for other names
-    assert len(found.rows) == 14
-    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
-        assert file.metadata()["format"] == "pt"
-    assert stock(tmp_path / "out").config.architectures == ["Qwen3ForCausalLM"]
 
 
 def test_what_cannot_be_exported_is_named_and_nothing_written(tmp_path, monkeypatch):

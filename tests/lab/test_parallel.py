@@ -237,7 +237,7 @@ def test_what_all_processes_refuse_the_first_one_tells(monkeypatch, capsys, tmp_
     started = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "TORCHELASTIC_ERROR_FILE": tmp_path / "error.json"}
     for name, value in started.items():
         monkeypatch.setenv(name, str(value))
-    for line, words in (("train --data d --out x --steps 0", "steps must be"), ("inspect x", "torchrun is for train")):
+    for line, words in (("train --data d --out x --steps 0", "steps must be"), ("sample x", "torchrun is for train")):
         assert parallel_runs.cli.main(line.split()) == 2
         captured = capsys.readouterr()
         assert not captured.out

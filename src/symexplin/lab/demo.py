@@ -111,7 +111,7 @@ def run_demo(out: str | Path, config: DemoConfig, echo: Callable[[str], None] = 
         if best is None:
             raise ValueError("no curved variant stayed finite at any learning rate: try smaller lrs")
         run, *_ = comparison.at(best.variant, best.lr).values()
-        model, tokenizer, _ = load_trained(comparison.folder_of(run))
+        model, tokenizer = load_trained(comparison.folder_of(run))
         # A zero byte ends a document; files of text have none.
         words = sample(model, tokenizer, "", _SAMPLE_LENGTH, seed=config.seed).replace("\0", "\n")
         about = {"variant": run.variant, "lr": run.lr, "seed": run.seed, "text": words}

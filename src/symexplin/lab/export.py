@@ -4,7 +4,6 @@ Qwen3 is the model of the laboratory with other names: pre-norm with RMSNorm, ro
 RMSNorm on the queries and keys of each head before them, a gated feed-forward layer. It has no biases.
 """
 
-import dataclasses
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from symexplin.config import SELConfig
 from symexplin.lab.data.tokenizer import Tokenizer
 from symexplin.lab.model import ROPE_BASE, Transformer
-from symexplin.lab.weights import MODEL, map_entry, write_tensors
+from symexplin.lab.weights import MODEL, write_tensors
 
 __all__ = ["export_transformers"]
 
@@ -47,14 +45,12 @@ def export_transformers(
     model: Transformer,
     out: str | Path,
     tokenizer: Tokenizer,
-    curve: SELConfig | None = None,
     echo: Echo = lambda _: None,
 ) -> None:
     """Write a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads, in the model's dtype.
 
     Logits differ by rounding: transformers computes the angles of positions, and norms, in float32. The largest
-    difference is measured and told. The map of the training, `curve`, goes into the header of model.safetensors, for
-    `symexplin inspect`.
+    difference is measured and told.
     """
     try:
         import transformers
@@ -84,8 +80,6 @@ def export_transformers(
     if model.config.tie_head:
         del weights["lm_head.weight"]
     gap, largest = _difference(model, stock.eval())
-    if curve is not None:  # its patterns are for the names of the laboratory
-        curve = dataclasses.replace(curve, include=(), exclude=())
     generation = transformers.GenerationConfig(eos_token_id=end, pad_token_id=end)  # type: ignore[no-untyped-call]
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
@@ -93,7 +87,7 @@ def export_transformers(
         folder.mkdir()
         for part in (stock.config, generation, _tokenizer(transformers, tokenizer, model.config.context)):
             part.save_pretrained(folder)
-        write_tensors(folder / MODEL, weights, {"format": "pt", **map_entry(curve)})
+        write_tensors(folder / MODEL, weights, {"format": "pt"})
         files = sorted(path.name for path in folder.iterdir())
         folder.replace(target)
     echo(f"{target}: {', '.join(files)}")

@@ -36,7 +36,7 @@ from symexplin.modules import convert, fold
 
 __all__ = [
     *("MODEL", "OPTIMIZER", "Trained", "find_weights", "is_raw", "iter_tensors"),
-    *("load_model", "load_optimizer", "load_trained", "load_weights", "map_entry", "read_map"),
+    *("load_model", "load_optimizer", "load_trained", "load_weights", "read_map"),
     *("save_model", "save_sharded", "split_optimizer", "write_tensors"),
 ]
 
@@ -121,11 +121,6 @@ def read_map(path: str | Path) -> SELConfig | None:
         return None if table is None else SELConfig.from_dict(table)
 
 
-def map_entry(curve: SELConfig | None, **others: Any) -> dict[str, str]:
-    """Return the entry of a header that :func:`read_map` reads, with `others` beside the map."""
-    return {_ENTRY: json.dumps(others | ({} if curve is None else {"map": curve.to_dict()}))}
-
-
 def is_raw(name: str) -> bool:
     """Return whether a tensor of this name holds raw weights of a curved layer."""
     return name.rpartition(".")[2].startswith("raw_")
@@ -156,7 +151,12 @@ def save_model(model: Transformer, path: str | Path, curve: SELConfig | None = N
     Raises:
         OSError: a full disk, for example; an earlier file stays.
     """
-    write_tensors(path, _untied(model), map_entry(curve, config=dataclasses.asdict(model.config)))
+    write_tensors(path, _untied(model), {_ENTRY: json.dumps(_about(model, curve))})
+
+
+def _about(model: Transformer, curve: SELConfig | None) -> dict[str, Any]:
+    shape = {"config": dataclasses.asdict(model.config)}
+    return shape if curve is None else shape | {"map": curve.to_dict()}
 
 
 def _untied(model: Transformer) -> dict[str, Tensor]:
@@ -212,11 +212,10 @@ def load_weights(model: Transformer, path: str | Path) -> None:
 
 
 class Trained(NamedTuple):
-    """A plain model, its tokenizer, and the map that it was trained with; None for ordinary weights."""
+    """A plain model, and its tokenizer."""
 
     model: Transformer
     tokenizer: Tokenizer
-    map: SELConfig | None
 
 
 def load_trained(path: str | Path, echo: Echo = warnings.warn) -> Trained:
@@ -230,7 +229,7 @@ def load_trained(path: str | Path, echo: Echo = warnings.warn) -> Trained:
     if place is None:
         raise FileNotFoundError(f"no {TOKENIZER} beside {str(file)!r}: copy that of the run or of its data there")
     options = read_json(place / FACTS).get("tokenizer", {}) if (place / FACTS).exists() else {}
-    return Trained(load_model(file), Tokenizer.load(place / TOKENIZER, **options), read_map(file))
+    return Trained(load_model(file), Tokenizer.load(place / TOKENIZER, **options))
 
 
 def find_weights(path: str | Path, echo: Echo = warnings.warn) -> Path:
@@ -324,6 +323,5 @@ def save_sharded(model: Transformer, optimizer: torch.optim.Optimizer, folder: P
     state, rest = split_optimizer(optimizer)
     tensors = {_WEIGHTS + name: tensor for name, tensor in _untied(model).items()}
     tensors |= {_OF_OPTIMIZER + name: tensor for name, tensor in state.items()}
-    header = json.loads(map_entry(curve, config=dataclasses.asdict(model.config))[_ENTRY])
     write_shards(folder, tensors)
-    return {"optimizer": rest, "header": header}
+    return {"optimizer": rest, "header": _about(model, curve)}
