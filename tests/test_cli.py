@@ -56,7 +56,6 @@ FILES = {
     "bad.toml": "data = = 'd'\n",
     "key.toml": "data = 'd'\n[model]\nwidht = 64\n",
     "tables.toml": "[[train]]\nsteps = 3\n",
-    "deep.toml": "a = " + "[" * 5000,
     "mytext.txt": "Once upon a time\n",
 }
 # A command line (of train, compare and prepare without --out and data), and what its error must say.
@@ -75,7 +74,6 @@ WRONG = [
     ("train good.toml bad.toml", "'bad.toml'"),
     ("train none.toml", "config must be an existing TOML file, got 'none.toml'"),
     ("train bad.toml", "config bad.toml is not TOML", "line 1"),
-    ("train deep.toml", "config deep.toml is not TOML"),
     ("train tables.toml --lr 1e-3", "[train] must be a table, got [{'steps': 3}]"),
     ("train mytext.txt", "config mytext.txt is not TOML"),
     ("train .", "config must be an existing TOML file"),
@@ -91,22 +89,14 @@ WRONG = [
     ("train good.toml --map beta=1e300", "map must be finite in float32", "beta 1e+300"),
     ("train good.toml --preset paper --map e.start=1e300", "map must be finite in float32"),
     ("train good.toml --lr-factors a=-2", "lr_factors 'a' must be a positive finite number, got -2"),
-    ("train --set width", "--set", "KEY=VALUE", "'width'"),
-    ("train --set modle.width=3", "'modle'; did you mean 'model'?"),
-    ("train --set train.width=3", "key 'width' belongs in [model]"),
-    ("train --set model.vocab_size=10", "unknown key 'vocab_size' in [model]; known: width, "),
-    ("train --lr-factors *bias=0.1", "--lr-factors", """such as '"*bias"=0.1', got '*bias=0.1'"""),
-    ("train --set foo=3", "unknown key 'foo'; known: data, model"),
     ("compare good.toml --lr 1", "--lr", "Did you mean --lrs?"),
     ("compare --lrs", "--lrs requires at least 1 element"),
-    ("compare good.toml --set lr=1", "lr must be left to lrs"),
-    ("compare good.toml --set compare.seeds=[0,0]", "seeds must hold", "each once"),
+    ("compare good.toml --seeds 0 0", "seeds must hold", "each once"),
     ("compare good.toml --variant mine.presett=paper --variants AdamW mine", "did you mean 'preset'?"),
     ("compare good.toml --cluster pbs", "--cluster", '"none", "slurm"'),
     ("prepare", "sources", "at least one"),
     ("prepare /no/such", "source of text must be", "'/no/such'"),
     ("demo --data /no/such --out x", "source of text must be", "'/no/such'"),
-    ("prepare stdlib --set tokeniser=byte", "did you mean 'tokenizer'?"),
     ("sample", "MODEL requires an argument"),
     ("sample /no/such/run", "model must be", "/no/such/run"),
     ("export x", "--out requires an argument"),
@@ -219,19 +209,19 @@ def test_version_and_help_need_neither_torch_nor_the_laboratory(capsys):
 # --- Settings --------------------------------------------------------------------------------------------------------
 
 
-def test_defaults_give_way_to_the_saved_settings_then_the_file_then_flags_then_set(place, capsys, tmp_path):
+def test_defaults_give_way_to_the_saved_settings_then_the_file_then_flags(place, capsys, tmp_path):
     file, folder = tmp_path / "run.toml", tmp_path / "run"
     file.write_text(
         f'data = "{place / "data"}"\n[model]\nwidth = 32\ndepth = 1\nheads = 2\ncontext = 16\n'
         '[train]\nsteps = 50\nbatch_size = 4\n[sel]\npreset = "paper"\n'
         "map = { e.k = [10, 2] }\n[log]\ntensorboard = false\n"
     )
-    words = ("--steps", "9", "--lr", "0.1", "--lr", "0.2", "--map", "beta=4", "--set", "train.steps=3", "map.beta=5")
+    words = ("--steps", "3", "--lr", "0.1", "--lr", "0.2", "--map", "beta=5")
     text = run(capsys, "train", file, "--out", folder, *words)
     assert "steps = 3, batch_size = 4, accumulation = 1, lr = 0.2," in text
     assert "map: the paper's method, changed: mismatch, beta 5, e learned (row_col_mult, k 10 to 2), " in text
     resumed = ("train", "--out", folder, "--resume")
-    message = refused(capsys, *resumed, "--set", "lr=0.5", "map.beta=6")
+    message = refused(capsys, *resumed, "--lr", "0.5", "--map", "beta=6")
     assert "train.lr was 0.2, is 0.5 now" in message
     assert message.endswith("sel.map.beta was 5.0, is 6.0 now")
     assert "train.steps was 3, is 50 now" in refused(capsys, *resumed, file)
@@ -242,8 +232,7 @@ def test_train_says_first_that_its_biases_cannot_be_exported_unless_they_were_ch
     words = ("train", "--data", place / "data", *TINY.split(), "--steps", "1")
     line = "the model has biases, which `symexplin export` cannot write: add --no-bias"
     assert run(capsys, *words, "--out", tmp_path / "default").splitlines()[0] == line
-    for name, choice in (("flag", "--bias"), ("set", "--set=bias=false")):
-        assert line not in run(capsys, *words, choice, "--out", tmp_path / name)
+    assert line not in run(capsys, *words, "--bias", "--out", tmp_path / "flag")
     assert line not in run(capsys, *words, "--out", tmp_path / "default", "--resume")
 
 

@@ -144,7 +144,7 @@ def _warn(line: str) -> None:
 
 # --- The commands: the docstring of each is its help ------------------------------------------------------------------
 
-Table = dict[str, Any]  # what flags and --set say, which with_flags puts before the other arguments
+Table = dict[str, Any]  # what flags say, which with_flags puts before the other arguments
 _Switch = Parameter(negative=(), show_default=False)
 _Config = Annotated[str | None, Parameter(help="settings in a TOML file; flags take precedence")]
 _Folder = Annotated[str, Parameter(help="folder to write, new or to resume")]

@@ -92,11 +92,11 @@ def write_csv(path: str | Path, rows: Sequence[Mapping[str, object]]) -> None:
     replace_file(path, text.getvalue())
 
 
-def format_columns(rows: Sequence[Sequence[str]], gap: str = "  ") -> str:
+def format_columns(rows: Sequence[Sequence[str]]) -> str:
     """Return rows of cells as lines of plain text: the first column aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = [str.ljust] + [str.rjust] * (len(widths) - 1)
     return "\n".join(
-        gap.join(align(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True)).rstrip()
+        "  ".join(align(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True)).rstrip()
         for row in rows
     )
