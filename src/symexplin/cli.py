@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     The arguments `argv` come without the program's name. None: those of the process.
 
-    >>> main(["demo", "--steps", "0"])
+    >>> main(["train", "--out", "runs/first"])
     2
     """
     given = list(sys.argv[1:] if argv is None else argv)
@@ -401,23 +401,22 @@ def _figure(name: _Path = None, /, *sources: str, out: str = "figures") -> None:
         print("\n".join(map(str, save_figure(draw(name, sources), out, name))))
 
 
-def _demo(given: Table, *, out: str = "runs/demo") -> None:
+def _demo(*, out: str = "runs/demo") -> None:
     """Compare AdamW and SEL on a small model, in minutes, without a download.
 
     The data are the sources of the running Python's standard library. AdamW, SEL's default and the paper's method are
     trained on them at two learning rates each, and three further seeds judge them at the best ones. Some steps are
-    timed first, and the runs have as many as take about four minutes, or what --steps says. After an interruption the
-    same command continues.
+    timed first, and the runs have as many as take about four minutes. After an interruption the same command continues.
 
     Args:
-        out: folder for the results
+        out: folder for data/ and comparison/, which has the report
 
     Examples:
-      symexplin demo --seed 10 --variants AdamW default frozen --out runs/other
+      symexplin demo --out runs/other
     """
-    from symexplin.lab.demo import DemoConfig, run_demo
+    from symexplin.lab.demo import run_demo
 
-    run_demo(out, from_table(DemoConfig, given), echo=_log)
+    run_demo(out, echo=_log)
 
 
 _LISTED = (_demo, _prepare, _train, _sample, _compare, _reproduce, _export, _figure)
@@ -429,5 +428,4 @@ _SCHEMAS = {
     "train": ("symexplin.lab.config:RunConfig",),
     "compare": ("symexplin.lab.compare.grid:CompareConfig", "lr", "seed", "home", "preset", "start", "map"),
     "reproduce": ("symexplin.experiments.reproduce:ReproduceConfig",),
-    "demo": ("symexplin.lab.demo:DemoConfig",),
 }

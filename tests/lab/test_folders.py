@@ -32,7 +32,7 @@ def test_one_process_at_a_time_and_a_killed_one_lets_go(tmp_path):
             pass
         other.kill()
     assert [path.name for path in folder.iterdir()] == [LOCK]
-    with claimed(folder, "demo", MARKS), claimed(folder, "comparison", MARKS):  # again within
+    with claimed(folder, "run", MARKS):
         (folder / "run.json").touch()
         with hold(folder) as other:
             assert "out must not be in use, got " in other.communicate(timeout=60)[0]

@@ -12,7 +12,6 @@ from symexplin.experiments.reproduce import ReproduceConfig
 from symexplin.lab.compare.grid import CompareConfig
 from symexplin.lab.config import RunConfig
 from symexplin.lab.data.prepare import PrepareConfig
-from symexplin.lab.demo import DemoConfig
 from symexplin.lab.settings import (
     FLAGS,
     Count,
@@ -29,7 +28,7 @@ from symexplin.lab.settings import (
     with_flags,
 )
 
-SCHEMAS = (CompareConfig, PrepareConfig, DemoConfig, ReproduceConfig)
+SCHEMAS = (CompareConfig, PrepareConfig, ReproduceConfig)
 
 
 def odd(name, value):

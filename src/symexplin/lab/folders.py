@@ -40,7 +40,7 @@ def out_folder(out: str | Path) -> Path:
 
 @contextlib.contextmanager
 def claimed(out: str | Path, kind: str, marks: Collection[str]) -> Iterator[Path]:
-    """Hold the lock of a folder, which is created if it is missing. The same process may claim it again.
+    """Hold the lock of a folder, which is created if it is missing.
 
     A folder that is empty at the end is removed again. An earlier folder of its `kind` has at least one of the files
     `marks`. Another folder with files is refused with a ValueError, as is one that another process works in.
@@ -53,7 +53,7 @@ def claimed(out: str | Path, kind: str, marks: Collection[str]) -> Iterator[Path
     if names and not set(marks) & set(names):
         raise ValueError(f"out must be a new folder or that of an earlier {kind}, got {str(out)!r} with {names[0]!r}")
     folder.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(folder / LOCK, timeout=0, is_singleton=True)
+    lock = filelock.FileLock(folder / LOCK, timeout=0)
     try:
         lock.acquire()
     except filelock.Timeout:
