@@ -14,13 +14,10 @@ from cyclopts import App, CycloptsError, Parameter
 
 from symexplin import __version__
 from symexplin.lab.files import write_json
-from symexplin.lab.process import Stopped, launch
+from symexplin.lab.process import Stopped
 from symexplin.lab.settings import FLAGS, Count, Whole, from_table, load_toml, merge, to_table, with_flags
 
 __all__ = ["COMMANDS", "main", "make_app"]
-
-# The words of torch's RuntimeErrors where the memory of a CPU ends.
-_NO_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "Storage size calculation overflowed")
 
 _ABOUT = """\
 Train models in curved weight space (SymExpLin) and get ordinary weights.
@@ -48,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if argv is None else argv)
     try:
-        _run([word for word in given if word != "--traceback"])
+        words = [word for word in given if word != "--traceback"]
+        make_app(words)(words, exit_on_error=False, print_error=False)
         print(end="", flush=True)
     except KeyboardInterrupt:
         print("symexplin: interrupted", file=sys.stderr)
@@ -60,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         line = _explain(error)
         if line is None or "--traceback" in given:
             raise
-        _tell(error, line)
+        _tell(line)
         return 128 + error.signal if isinstance(error, Stopped) else 2
     return 0
 
@@ -87,23 +85,10 @@ def make_app(given: Sequence[str] | None = None) -> App:
     return app
 
 
-def _run(given: list[str]) -> None:
-    name = next((word for word in given if word in COMMANDS), "train")
-    if launch()[1] > 1 and name != "train":
-        raise ValueError(f"torchrun is for train, got {name!r}: run that without torchrun")
-    make_app(given)(given, exit_on_error=False, print_error=False)
-
-
-def _tell(error: Exception, line: str) -> None:
-    """Print the line of an error: in the first process, as all raise an error of one of them.
-
-    Errors of torch, such as a lack of memory, stay in one process, which prints them itself.
-    """
-    rank = os.environ.get("RANK", "0") if "WORLD_SIZE" in os.environ else "0"
-    if rank == "0":
+def _tell(line: str) -> None:
+    """Print the line of an error: in the first process, as all raise an error of one of them."""
+    if "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0":
         print(f"symexplin: {line}", file=sys.stderr)
-    elif isinstance(error, RuntimeError):
-        print(f"symexplin: process {rank}: {line}", file=sys.stderr)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # for torchrun, which may end the others before they print
         write_json(file, {"message": line, "timestamp": int(time.time())})  # in one step: torchrun may end this process
 
@@ -111,20 +96,15 @@ def _tell(error: Exception, line: str) -> None:
 def _explain(error: Exception) -> str | None:
     """Return the line that tells the user what is wrong; None for a defect of the program."""
     text = " ".join(str(error).split())
-    kind = type(error)  # torch's and the laboratory's are known by their names: they are not imported for all commands
     if isinstance(error, Stopped):
         return text
     if isinstance(error, CycloptsError):
         text += f" (see {' '.join(['symexplin', *(error.command_chain or ())])} --help)"
     elif isinstance(error, ModuleNotFoundError) and "pip install" not in text:
         text += "; install the extra 'lab': pip install 'symexplin[lab]'"
-    elif kind.__name__ == "OutOfMemoryError" or any(words in text for words in _NO_MEMORY):
-        text = f"out of memory: raise --accumulation, or try --recompute ({text[:200]})"
-    elif any(base.__module__.startswith(("torch._dynamo", "torch._inductor")) for base in kind.__mro__):
-        text = f"torch.compile failed: leave out --compile, or remove its cache ({text[:200]})"
     elif isinstance(error, OSError) and error.strerror:
         text = f"{error.filename!r}: {error.strerror}" if error.filename else error.strerror
-    elif not isinstance(error, ValueError | OSError | ModuleNotFoundError) and kind.__name__ != "NonFiniteError":
+    elif not isinstance(error, ValueError | OSError | ModuleNotFoundError | FloatingPointError):
         return None
     return f"error: {text}"
 
@@ -219,23 +199,12 @@ def _train(
     """
     from symexplin.lab.config import RunConfig
     from symexplin.lab.folders import CONFIG, saved_config
-    from symexplin.lab.run import MODEL, train
+    from symexplin.lab.run import train
 
     saved, table = Path(out, CONFIG), merge(_file(config), given)
     if resume and saved.exists():
         table = merge(to_table(saved_config(RunConfig, saved)), table)
-    settings = from_table(RunConfig, table)
-    biases = "the model has biases, which `symexplin export` cannot write: add --no-bias"
-    hints = [] if "bias" in table.get("model", {}) else [biases]
-
-    def echo(line: str) -> None:
-        while hints:  # with the first line, once nothing stands in the way of the run
-            _log(hints.pop())
-        _log(line)
-
-    result = train(settings, out, resume=resume, mix_code=mix_code, echo=echo)
-    if launch()[0] == 0:
-        _log(f"{result['loss']:.4f} nats per token; plain weights: {Path(out, MODEL)}")
+    train(from_table(RunConfig, table), out, resume=resume, mix_code=mix_code, echo=_log)
 
 
 def _compare(

@@ -237,12 +237,11 @@ def test_what_all_processes_refuse_the_first_one_tells(monkeypatch, capsys, tmp_
     started = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "TORCHELASTIC_ERROR_FILE": tmp_path / "error.json"}
     for name, value in started.items():
         monkeypatch.setenv(name, str(value))
-    for line, words in (("train --data d --out x --steps 0", "steps must be"), ("sample x", "torchrun is for train")):
-        assert parallel_runs.cli.main(line.split()) == 2
-        captured = capsys.readouterr()
-        assert not captured.out
-        assert (words in captured.err, captured.err.count("\n")) == ((True, 1) if rank == 0 else (False, 0))
-        assert words in read_json(tmp_path / "error.json")["message"]
+    assert parallel_runs.cli.main(["train", "--data", "d", "--out", "x", "--steps", "0"]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out
+    assert ("steps must be" in captured.err, captured.err.count("\n")) == ((True, 1) if rank == 0 else (False, 0))
+    assert "steps must be" in read_json(tmp_path / "error.json")["message"]
 
 
 @pytest.mark.parametrize("size", [1, 3, 7])
@@ -253,16 +252,9 @@ def test_rows_are_all_shared_out(size, count):
     assert max(s.stop - s.start for s in shares) - min(s.stop - s.start for s in shares) <= 1
 
 
-@pytest.mark.parametrize(
-    ("environment", "line"),
-    [
-        ({"WORLD_SIZE": "x"}, "RANK and WORLD_SIZE must be torchrun's, got '0' and 'x'"),
-        ({"WORLD_SIZE": "2", "RANK": "0"}, "Error initializing torch.distributed"),
-    ],
-)
-def test_an_environment_that_is_not_torchruns_is_one_line(monkeypatch, capsys, data, tmp_path, environment, line):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+def test_an_environment_that_is_not_torchruns_is_one_line(monkeypatch, capsys, data, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
     assert parallel_runs.cli.main(f"train --data {data} --out {tmp_path / 'run'}".split()) == 2
     (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith(f"symexplin: error: {line}")
+    assert said.startswith("symexplin: error: Error initializing torch.distributed")

@@ -39,7 +39,7 @@ from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.process import Stopped, StopSignals
 from symexplin.lab.provenance import memory, provenance
-from symexplin.lab.settings import dump_toml, lines, to_table
+from symexplin.lab.settings import dump_toml, to_table
 from symexplin.lab.train import NonFiniteError, Trainer
 from symexplin.lab.weights import MODEL, save_model
 
@@ -104,9 +104,7 @@ def train(
 
 
 def _tell(config: RunConfig, echo: Echo) -> None:
-    """Print the configuration, and the map in words: its keys are in config.toml."""
-    for line in lines({**to_table(config), "sel": {**to_table(config.sel), "map": {}}}):
-        echo(line)
+    """Print the map in words."""
     width, preset = config.model.width, config.sel.preset
     if (curve := map_of(config.sel, width)) is not None:
         changed = "" if curve == named_map(preset, {}).resolve(width) else ", changed"
@@ -274,4 +272,5 @@ class _Run:
             "sha256": file_digest(self.folder / MODEL),
         }
         write_json(self.folder / RESULT, result)
+        self.echo(f"{result['loss']:.4f} nats per token; plain weights: {self.folder / MODEL}")
         return result

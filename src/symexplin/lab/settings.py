@@ -34,7 +34,7 @@ from symexplin.checks import (
 
 __all__ = [
     *("FLAGS", "Count", "Fraction", "NotNegative", "Pairs", "Positive", "Whole"),
-    *("Schema", "differences", "dump_toml", "from_table", "lines", "load_toml", "merge", "to_table", "with_flags"),
+    *("Schema", "differences", "dump_toml", "from_table", "load_toml", "merge", "to_table", "with_flags"),
 ]
 
 Table = dict[str, Any]
@@ -233,15 +233,6 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tup
     before, after = dict(_dotted(old)), dict(_dotted(new))
     pairs = {key: (before.get(key), after.get(key)) for key in before | after}
     return {key: (a, b) for key, (a, b) in pairs.items() if a != b}
-
-
-def lines(table: Mapping[str, Any]) -> list[str]:
-    """Return the lines that show a table to a reader, one per table."""
-    entries: dict[str, list[str]] = {}
-    for key, value in _dotted(table):
-        place, _, name = key.rpartition(".")
-        entries.setdefault(f"[{place}] " if place else "", []).append(f"{name} = {value!r}")
-    return [place + ", ".join(texts) for place, texts in entries.items()]
 
 
 def _dotted(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
