@@ -100,8 +100,9 @@ def _explain(error: Exception) -> str | None:
         return text
     if isinstance(error, CycloptsError):
         text += f" (see {' '.join(['symexplin', *(error.command_chain or ())])} --help)"
-    elif isinstance(error, ModuleNotFoundError) and "pip install" not in text:
-        text += "; install the extra 'lab': pip install 'symexplin[lab]'"
+    elif isinstance(error, ModuleNotFoundError):
+        extra = "hf" if error.name == "transformers" else "lab"
+        text += f"; install the extra {extra!r}: pip install 'symexplin[{extra}]'"
     elif isinstance(error, OSError) and error.strerror:
         text = f"{error.filename!r}: {error.strerror}" if error.filename else error.strerror
     elif not isinstance(error, ValueError | OSError | ModuleNotFoundError | FloatingPointError):
@@ -296,7 +297,7 @@ def _export(model: _Run, /, *, out: str) -> None:
     from symexplin.lab.weights import load_trained
 
     trained, tokenizer = load_trained(model, echo=_warn)
-    export_transformers(trained, out, tokenizer, echo=print)
+    export_transformers(trained, out, tokenizer)
 
 
 def _reproduce(
