@@ -102,7 +102,7 @@ WRONG = [
     ("reproduce frozen --scale maxi", "--scale", '"mini", "paper", "h200"'),
     ("reproduce frozen --variants AdamW ful", "did you mean 'full'"),
     ("reproduce frozen --set modle.width=3", "did you mean 'model'"),
-    ("reproduce frozen --out ''", "out must name a folder"),
+    ("reproduce frozen --out ''", "out must be a new folder"),
     ("figure curves", "name must be one of"),
 ]
 

@@ -13,7 +13,7 @@ from symexplin.lab.compare.comparison import Comparison, Run
 from symexplin.lab.compare.grid import BASELINE, RUNS
 from symexplin.lab.compare.grid import CONFIG as GRID
 from symexplin.lab.files import read_json, write_csv
-from symexplin.lab.folders import CONFIG, RESULT, read_facts
+from symexplin.lab.folders import CONFIG, FACTS, RESULT
 from symexplin.lab.identity import config_hash
 from symexplin.lab.settings import load_toml
 
@@ -87,7 +87,7 @@ def comparisons(file: Path, key: Callable[[Mapping[str, str]], K]) -> dict[K, Co
 
 
 def _row(folder: Path) -> dict[str, Any]:
-    config, facts, result = load_toml(folder / CONFIG), read_facts(folder), read_json(folder / RESULT)
+    config, facts, result = load_toml(folder / CONFIG), read_json(folder / FACTS), read_json(folder / RESULT)
     train, place, panel = config["train"], facts["provenance"], folder.parent.parent
     ended = datetime.datetime.fromtimestamp((folder / RESULT).stat().st_mtime, datetime.UTC)
     return {

@@ -31,7 +31,6 @@ from symexplin.lab.folders import (
     Recorder,
     check_unused,
     claimed,
-    read_facts,
 )
 from symexplin.lab.identity import check_run, mixed, of_config
 from symexplin.lab.maps import map_in_words, map_of, named_map
@@ -128,7 +127,7 @@ def _check_folder(
     result = read_json(folder / RESULT) if (folder / RESULT).exists() else {}
     failed = f" that failed at step {result['step']}" if "error" in result else ""
     check_unused(folder / FACTS, f"a run{failed}", resume)
-    facts = read_facts(folder)
+    facts = read_json(folder / FACTS)
     changed = check_run(folder, facts, _identity(config, corpus, ranks))
     if changed.machine:
         echo(f"{'; '.join(changed.machine)}: rounding will differ")
