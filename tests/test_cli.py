@@ -85,8 +85,6 @@ WRONG = [
     ("train --map beta", "--map", "KEY=VALUE", "'beta'"),
     ("train --map.beta=5", "--map beta=5", "--map.beta=5"),
     ("train good.toml --map bete=3", "map: ", "did you mean 'beta'"),
-    ("train good.toml --map beta=1e300", "map must be finite in float32", "beta 1e+300"),
-    ("train good.toml --preset paper --map e.start=1e300", "map must be finite in float32"),
     ("train good.toml --lr-factors a=-2", "lr_factors 'a' must be a positive finite number, got -2"),
     ("compare good.toml --lr 1", "--lr", "Did you mean --lrs?"),
     ("compare --lrs", "--lrs requires at least 1 element"),

@@ -179,7 +179,7 @@ def test_each_error_of_a_job_is_one_line_and_all_processes_have_its_status(folde
     cases = [  # what the first process tells, whether one process is wrong or both
         (f"train {flags} --out {taken}", None, "out must be a new folder, got "),
         (f"{new} --batch-size 3", None, "error: batch_size / accumulation must be a multiple of the 2 processes"),
-        (f"{new} --device cuda:1", None, "device must be auto, cpu or cuda for several"),
+        (f"{new} --device cuda:99", None, "device must be one that torch finds here, got 'cuda:99'"),
         (f"{new} --data {tmp_path}/RANK/data", None, "data is "),
         (f"{new} --home module --map e.pattern=global --parallel fsdp", None, "'ddp'"),
         (new, "one process", "error: process 1: this process is odd"),

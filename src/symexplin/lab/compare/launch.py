@@ -240,7 +240,7 @@ class _Process:
             late = f"it took longer than --timeout {timeout:g} minutes, and was stopped"
             return late + (killed if status == -signal.SIGKILL else "")
         if status < 0:
-            return f"{signal.Signals(-status).name} killed its process, perhaps for lack of memory (try fewer --jobs)"
+            return f"signal {-status} killed its process, perhaps for lack of memory (try fewer --jobs)"
         said = last_lines(self._log_path)
         if not status:
             return f"it ended without {str(self.task.result)!r}, such as {EXAMPLE}: {said}"
