@@ -167,7 +167,7 @@ def _help(schema: type[Schema]) -> dict[str, str]:
 
 
 def from_table(schema: type[S], table: Mapping[str, Any], where: str = "") -> S:
-    """Return the configuration that a table describes, which is called `where`.
+    """Return the configuration that a table describes; errors call the table `where`.
 
     Raises:
         ValueError: an unknown key (with the nearest right one, or its table), a wrong value, a missing key.
