@@ -1,6 +1,5 @@
 """The command line, `symexplin COMMAND`: what each command takes. The laboratory does the work."""
 
-import dataclasses
 import inspect
 import os
 import pkgutil
@@ -15,13 +14,10 @@ from cyclopts import App, CycloptsError, Parameter
 
 from symexplin import __version__
 from symexplin.lab.files import write_json
-from symexplin.lab.process import Stopped, launch
-from symexplin.lab.settings import FLAGS, Count, Pairs, Whole, from_table, load_toml, merge, to_table, with_flags
+from symexplin.lab.process import Stopped
+from symexplin.lab.settings import FLAGS, Count, Whole, from_table, load_toml, merge, to_table, with_flags
 
 __all__ = ["COMMANDS", "main", "make_app"]
-
-# The words of torch's RuntimeErrors where the memory of a CPU ends.
-_NO_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "Storage size calculation overflowed")
 
 _ABOUT = """\
 Train models in curved weight space (SymExpLin) and get ordinary weights.
@@ -44,12 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     The arguments `argv` come without the program's name. None: those of the process.
 
-    >>> main(["demo", "--steps", "0"])
+    >>> main(["train", "--out", "runs/first"])
     2
     """
     given = list(sys.argv[1:] if argv is None else argv)
     try:
-        _run([word for word in given if word != "--traceback"])
+        words = [word for word in given if word != "--traceback"]
+        make_app(words)(words, exit_on_error=False, print_error=False)
         print(end="", flush=True)
     except KeyboardInterrupt:
         print("symexplin: interrupted", file=sys.stderr)
@@ -61,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         line = _explain(error)
         if line is None or "--traceback" in given:
             raise
-        _tell(error, line)
+        _tell(line)
         return 128 + error.signal if isinstance(error, Stopped) else 2
     return 0
 
@@ -88,23 +85,10 @@ def make_app(given: Sequence[str] | None = None) -> App:
     return app
 
 
-def _run(given: list[str]) -> None:
-    name = next((word for word in given if word in COMMANDS), "train")
-    if launch()[1] > 1 and name != "train":
-        raise ValueError(f"torchrun is for train, got {name!r}: run that without torchrun")
-    make_app(given)(given, exit_on_error=False, print_error=False)
-
-
-def _tell(error: Exception, line: str) -> None:
-    """Print the line of an error: in the first process, as all raise an error of one of them.
-
-    Errors of torch, such as a lack of memory, stay in one process, which prints them itself.
-    """
-    rank = os.environ.get("RANK", "0") if "WORLD_SIZE" in os.environ else "0"
-    if rank == "0":
+def _tell(line: str) -> None:
+    """Print the line of an error: in the first process, as all raise an error of one of them."""
+    if "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0":
         print(f"symexplin: {line}", file=sys.stderr)
-    elif isinstance(error, RuntimeError):
-        print(f"symexplin: process {rank}: {line}", file=sys.stderr)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # for torchrun, which may end the others before they print
         write_json(file, {"message": line, "timestamp": int(time.time())})  # in one step: torchrun may end this process
 
@@ -112,20 +96,16 @@ def _tell(error: Exception, line: str) -> None:
 def _explain(error: Exception) -> str | None:
     """Return the line that tells the user what is wrong; None for a defect of the program."""
     text = " ".join(str(error).split())
-    kind = type(error)  # torch's and the laboratory's are known by their names: they are not imported for all commands
     if isinstance(error, Stopped):
         return text
     if isinstance(error, CycloptsError):
         text += f" (see {' '.join(['symexplin', *(error.command_chain or ())])} --help)"
-    elif isinstance(error, ModuleNotFoundError) and "pip install" not in text:
-        text += "; install the extra 'lab': pip install 'symexplin[lab]'"
-    elif kind.__name__ == "OutOfMemoryError" or any(words in text for words in _NO_MEMORY):
-        text = f"out of memory: raise --accumulation, or try --recompute ({text[:200]})"
-    elif any(base.__module__.startswith(("torch._dynamo", "torch._inductor")) for base in kind.__mro__):
-        text = f"torch.compile failed: leave out --compile, or remove its cache ({text[:200]})"
+    elif isinstance(error, ModuleNotFoundError):
+        extra = "hf" if error.name == "transformers" else "lab"
+        text += f"; install the extra {extra!r}: pip install 'symexplin[{extra}]'"
     elif isinstance(error, OSError) and error.strerror:
         text = f"{error.filename!r}: {error.strerror}" if error.filename else error.strerror
-    elif not isinstance(error, ValueError | OSError | ModuleNotFoundError) and kind.__name__ != "NonFiniteError":
+    elif not isinstance(error, ValueError | OSError | ModuleNotFoundError | FloatingPointError):
         return None
     return f"error: {text}"
 
@@ -140,7 +120,7 @@ def _log(line: str) -> None:
 
 # --- The commands: the docstring of each is its help ------------------------------------------------------------------
 
-Table = dict[str, Any]  # what flags and --set say, which with_flags puts before the other arguments
+Table = dict[str, Any]  # what flags say, which with_flags puts before the other arguments
 _Switch = Parameter(negative=(), show_default=False)
 _Config = Annotated[str | None, Parameter(help="settings in a TOML file; flags take precedence")]
 _Folder = Annotated[str, Parameter(help="folder to write, new or to resume")]
@@ -152,7 +132,6 @@ _Resume = Annotated[bool, _Switch, Parameter(help="continue in the folder, or st
 _Submit = Annotated[bool, _Switch, Parameter(help="submit the jobs, with --cluster slurm")]
 _MixCode = Annotated[bool, _Switch, Parameter(help="resume although code has changed since runs began")]
 _Run = Annotated[str, Parameter(help="folder of a run, one of its checkpoints, or a model.safetensors")]
-_Weights = Annotated[str, Parameter(help="a safetensors file, or a folder of them")]
 _Plan = Annotated[bool, _Switch, Parameter(help="print the runs, the hours here and the assumptions, and stop")]
 _Path = str | None
 
@@ -216,23 +195,12 @@ def _train(
     """
     from symexplin.lab.config import RunConfig
     from symexplin.lab.folders import CONFIG, saved_config
-    from symexplin.lab.run import MODEL, train
+    from symexplin.lab.run import train
 
     saved, table = Path(out, CONFIG), merge(_file(config), given)
     if resume and saved.exists():
         table = merge(to_table(saved_config(RunConfig, saved)), table)
-    settings = from_table(RunConfig, table)
-    biases = "the model has biases, which `symexplin export` cannot write: add --no-bias"
-    hints = [] if "bias" in table.get("model", {}) else [biases]
-
-    def echo(line: str) -> None:
-        while hints:  # with the first line, once nothing stands in the way of the run
-            _log(hints.pop())
-        _log(line)
-
-    result = train(settings, out, resume=resume, mix_code=mix_code, echo=echo)
-    if launch()[0] == 0:
-        _log(f"{result['loss']:.4f} nats per token; plain weights: {Path(out, MODEL)}")
+    train(from_table(RunConfig, table), out, resume=resume, mix_code=mix_code, echo=_log)
 
 
 def _compare(
@@ -303,7 +271,7 @@ def _sample(
     from symexplin.lab.evaluate import sample
     from symexplin.lab.weights import load_trained
 
-    trained, tokenizer, _ = load_trained(model)
+    trained, tokenizer = load_trained(model)
     print(sample(trained, tokenizer, prompt, length, temperature=temperature, seed=seed))
 
 
@@ -321,36 +289,8 @@ def _export(model: _Run, /, *, out: str) -> None:
     from symexplin.lab.export import export_transformers
     from symexplin.lab.weights import load_trained
 
-    trained, tokenizer, curve = load_trained(model)
-    export_transformers(trained, out, tokenizer, curve, echo=print)
-
-
-def _inspect(source: _Weights, /, *, preset: _Path = None, map: Pairs | None = None, json: _Path = None) -> None:
-    """Show the heavy tails of any model's weights.
-
-    For each matrix: the largest weight and the standard deviation relative to Xavier's uniform initialization, the
-    shares of weights beyond thresholds, the automatic beta, and the precision of the map's inverse there. The map is
-    the one that the model was trained with, if the file says so, otherwise the default.
-
-    Args:
-        preset: another map: default, or one of the paper's, such as paper (beta by the width)
-        map: keys of the map to change, such as beta=5 or e.k=[50,8]
-        json: file to write all numbers to
-
-    Examples:
-      symexplin inspect model.safetensors
-      symexplin inspect llama/ --preset paper --map beta=15 --json tails.json
-    """
-    from symexplin.lab.inspect import format_inspection, inspect_file
-    from symexplin.lab.maps import named_map
-
-    if json is not None and Path(json).exists():
-        raise ValueError(f"json must be a new file, got {json!r}, which exists")
-    config = named_map(preset or "default", map or {}) if preset or map else None
-    inspection = inspect_file(source, config=config)
-    print(format_inspection(inspection))
-    if json is not None:
-        write_json(json, dataclasses.asdict(inspection))
+    trained, tokenizer = load_trained(model)
+    export_transformers(trained, out, tokenizer)
 
 
 def _reproduce(
@@ -424,26 +364,25 @@ def _figure(name: _Path = None, /, *sources: str, out: str = "figures") -> None:
         print("\n".join(map(str, save_figure(draw(name, sources), out, name))))
 
 
-def _demo(given: Table, *, out: str = "runs/demo") -> None:
+def _demo(*, out: str = "runs/demo") -> None:
     """Compare AdamW and SEL on a small model, in minutes, without a download.
 
     The data are the sources of the running Python's standard library. AdamW, SEL's default and the paper's method are
     trained on them at two learning rates each, and three further seeds judge them at the best ones. Some steps are
-    timed first, and the runs have as many as take about four minutes, or what --steps says. After an interruption the
-    same command continues.
+    timed first, and the runs have as many as take about four minutes. After an interruption the same command continues.
 
     Args:
-        out: folder for the results
+        out: folder for data/ and comparison/, which has the report
 
     Examples:
-      symexplin demo --seed 10 --variants AdamW default frozen --out runs/other
+      symexplin demo --out runs/other
     """
-    from symexplin.lab.demo import DemoConfig, run_demo
+    from symexplin.lab.demo import run_demo
 
-    run_demo(out, from_table(DemoConfig, given), echo=_log)
+    run_demo(out, echo=_log)
 
 
-_LISTED = (_demo, _prepare, _train, _sample, _compare, _reproduce, _export, _inspect, _figure)
+_LISTED = (_demo, _prepare, _train, _sample, _compare, _reproduce, _export, _figure)
 COMMANDS: dict[str, Callable[..., None]] = {command.__name__[1:]: command for command in _LISTED}
 # The configuration whose keys are flags of a command, which is imported for this command alone; then the keys that have
 # no flag.
@@ -452,5 +391,4 @@ _SCHEMAS = {
     "train": ("symexplin.lab.config:RunConfig",),
     "compare": ("symexplin.lab.compare.grid:CompareConfig", "lr", "seed", "home", "preset", "start", "map"),
     "reproduce": ("symexplin.experiments.reproduce:ReproduceConfig",),
-    "demo": ("symexplin.lab.demo:DemoConfig",),
 }

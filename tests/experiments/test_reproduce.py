@@ -131,9 +131,9 @@ def test_a_mistake_leaves_no_folder(data, tmp_path):
 def test_the_plan_counts_runs_and_tokens_and_hours_and_says_every_claim_and_assumption(monkeypatch):
     asked = []
 
-    def measured(configs, vocab_size):
+    def measured(_, vocab_size):
         asked.append(vocab_size)
-        return [Pace(10.0, 0.1), None, None, None][: len(configs)]
+        return Pace(10.0, 0.1) if len(asked) <= 2 else None  # of the first table, and of the first size of the second
 
     monkeypatch.setattr("symexplin.experiments.reproduce.measure", measured)
     table = load_table("frozen", "mini")
@@ -149,11 +149,12 @@ def test_the_plan_counts_runs_and_tokens_and_hours_and_says_every_claim_and_assu
     assert len(re.findall("(?m); hours not measured here$", text)) == 4  # of the other sizes, and so of all
     assert "64x2: AdamW" not in "\n".join(plan_lines(load_table("main_grid", "mini"), ["64x4"]))
     "".join(plan_lines(load_table("frozen", "paper")))
-    assert asked == [256, 256, 256, 50_257]
+    assert {*asked[:-1]} == {256}
+    assert asked[-1] == 50_257
 
 
 def test_the_plan_of_prepared_data_has_their_vocabulary(data, monkeypatch):
     asked = []
-    monkeypatch.setattr("symexplin.experiments.reproduce.measure", lambda *given: asked.append(given) or [None])
+    monkeypatch.setattr("symexplin.experiments.reproduce.measure", lambda *given: asked.append(given))
     "".join(plan_lines(tiny(data).table("optimizer_equivalence", "out")))
     assert asked[0][1] == Corpus.load(data).vocab_size

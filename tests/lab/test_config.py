@@ -19,7 +19,6 @@ from symexplin.lab.settings import from_table, to_table
         (lambda: ModelConfig(embedding_std="width"), r"embedding_std must be .*'width\^-0.5', got 'width'"),
         (lambda: TrainConfig(decay="none"), "decay must be one of 'all', 'linears', 'matrices', got 'none'"),
         (lambda: CurveConfig(preset="paper", start_exclude=("*",)), "start_exclude must be left out unless start is"),
-        (lambda: ComputeConfig(threads=1025), "threads must be a whole number <= 1024, got 1025"),
         (lambda: LogConfig(keep=0), "keep must be"),
         (lambda: TrainConfig(accumulation=3), "accumulation must divide batch_size = 16, got 3"),
         (lambda: TrainConfig(steps=5, warmup_steps=6), "warmup_steps must be at most steps = 5, got 6"),

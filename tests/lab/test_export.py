@@ -1,17 +1,11 @@
 """What is exported loads as a stock model of transformers, and gives the logits of this one."""
 
-import re
-import sys
-
 import pytest
 import torch
-from safetensors import safe_open
 
-import symexplin as sel
 from networks import moved
 from symexplin.lab.data.tokenizer import Tokenizer, train_bpe
 from symexplin.lab.export import export_transformers
-from symexplin.lab.inspect import inspect_file
 from symexplin.lab.model import ModelConfig, Transformer
 
 transformers = pytest.importorskip("transformers")
@@ -44,14 +38,12 @@ def stock(folder, **settings):
 )
 @torch.no_grad()
 def test_logits_are_equal_but_for_rounding(tmp_path, dtype, shape, close):
-    model, lines = build(dtype, **shape), []
-    export_transformers(model, tmp_path / "out", BPE, echo=lines.append)
+    model = build(dtype, **shape)
+    export_transformers(model, tmp_path / "out", BPE)
     loaded = stock(tmp_path / "out")
     assert loaded.dtype == dtype
     torch.testing.assert_close(loaded(TOKENS).logits, model(TOKENS), rtol=0, atol=close)
-    gap, largest = map(float, re.findall(r"logits? ([\d.e-]+)", lines[-1]))
-    assert 0 < gap < close
-    assert largest > 0.5
+    assert float(model(TOKENS).abs().max()) > 0.5
 
 
 TEXTS = ("the quick fox", "a <|endoftext|> b", "Wörld Ā \n\n  x\0y", "don't , stop .", "")
@@ -70,34 +62,12 @@ def test_the_tokenizer_is_this_one(tmp_path, ours):
     assert loaded.config.eos_token_id == loaded.generation_config.eos_token_id == ours.end
 
 
-def test_the_file_has_the_map_of_the_training(tmp_path):
-    config = sel.preset("paper", beta=5, exclude=("blocks.0.*",))
-    (tmp_path / "out").mkdir()
-    export_transformers(build(), tmp_path / "out", BPE, config)
-    found = inspect_file(tmp_path / "out")
-    assert found.config == sel.preset("paper", beta=5).resolve(16)  # the patterns are for other names
-    assert len(found.rows) == 14
-    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
-        assert file.metadata()["format"] == "pt"
-    assert stock(tmp_path / "out").config.architectures == ["Qwen3ForCausalLM"]
-
-
-def test_what_cannot_be_exported_is_named_and_nothing_written(tmp_path, monkeypatch):
+def test_what_cannot_be_exported_is_named_and_nothing_written(tmp_path):
     (tmp_path / "file").write_text("mine")
     for place in (tmp_path, tmp_path / "file"):
         with pytest.raises(ValueError, match=f"out must be a new or empty folder, got '{place}'"):
             export_transformers(build(), place, BPE)
-    with pytest.raises(ValueError, match=r"no biases.*--no-bias"):
-        export_transformers(build(bias=True), tmp_path / "out", BPE)
-    with pytest.raises(ValueError, match="model must have norm 'rms', as Qwen3 has, got 'layer'"):
-        export_transformers(build(norm="layer"), tmp_path / "out", BPE)
-    with pytest.raises(ValueError, match=f"tokenizer must have at most the model's 100 tokens, got {BPE.vocab_size}"):
-        export_transformers(build(vocab_size=100), tmp_path / "out", BPE)
-    with monkeypatch.context() as patch:
-        patch.setattr("symexplin.lab.export.write_tensors", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-        with pytest.raises(OSError, match="disk full"):
-            export_transformers(build(), tmp_path / "out", BPE)
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ValueError, match=r"^export needs transformers: pip install 'symexplin\[hf\]'$"):
-        export_transformers(build(), tmp_path / "out", BPE)
+    for shape in ({"bias": True}, {"norm": "layer"}, {"head_bias": True}, {"input_projection": True}):
+        with pytest.raises(ValueError, match=f"model must have {next(iter(shape))} = .*, as Qwen3 has, got "):
+            export_transformers(build(**shape), tmp_path / "out", BPE)
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]

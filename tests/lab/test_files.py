@@ -67,4 +67,4 @@ def test_rows_come_back_to_seven_digits(tmp_path):
 
 def test_columns_are_aligned():
     rows = [("name", "kind", "loss"), ("a", "b", "10.25")]
-    assert format_columns(rows, gap=" ") == "name kind  loss\na       b 10.25"
+    assert format_columns(rows) == "name  kind   loss\na        b  10.25"

@@ -19,7 +19,6 @@ def test_a_preset_has_the_beta_of_the_width_and_the_weights_as_initialized_unles
         assert (CurveConfig(preset=name).starts_as, map_of(CurveConfig(preset=name), 256).beta) == ("matched", 3.75)
     assert CurveConfig(preset="paper", start="mismatched").starts_as == "mismatched"
     assert map_of(CurveConfig(preset="paper", map={"beta": 7.5}), 256).beta == 7.5
-    assert map_of(CurveConfig(map={"beta": 400.0}), 64).beta == 400.0  # float32 holds exp(88)
 
 
 @pytest.mark.parametrize(
@@ -29,9 +28,6 @@ def test_a_preset_has_the_beta_of_the_width_and_the_weights_as_initialized_unles
         ({"home": "none", "preset": "paper"}, "preset must be left out for home 'none', got 'paper'"),
         ({"preset": "congruent", "start": "mismatched"}, "start must be 'matched' for mode 'congruent'"),
         ({"map": {"beta": -3.0}}, "map: beta must be a positive"),
-        ({"map": {"beta": 410.0}}, "map must be finite in float32 at 0.217, .* width 64, got inf with .*beta 410"),
-        ({"map": {"beta": 1e-40}}, "map must be finite in float32"),
-        ({"preset": "paper", "map": {"e": {"start": 1e300}}}, r"map must be finite in float32 .* from 1e\+300"),
     ],
 )
 def test_mistakes_are_named(changes, words):

@@ -18,12 +18,10 @@ LARGE = dataclasses.replace(SMALL, model=ModelConfig(width=128, depth=4, context
 PAPER = dataclasses.replace(SMALL, model=ModelConfig(width=3072, depth=36, heads=24, context=1024))
 
 
-def test_it_is_measured_by_training_what_fits():
-    small, paper, large, small_again = measure([SMALL, PAPER, LARGE, SMALL])
-    assert paper is None
+def test_it_is_measured_by_training():
+    small, large = measure(SMALL), measure(LARGE)
     assert 0 < small.step < large.step
-    assert small_again.step < large.step  # not in the order of a process that becomes slower
-    assert small.start == large.start > 0
+    assert small.start > 0
 
 
 def test_how_long_a_comparison_takes():
@@ -47,11 +45,9 @@ def test_how_long_a_comparison_takes():
 def test_what_this_machine_would_not_train_so_is_not_tried(config, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr("subprocess.Popen", None)
-    assert measure([config]) == [None]
+    assert measure(config) is None
 
 
 def test_a_run_that_fails_is_not_measured():
     nowhere = dataclasses.replace(SMALL, compute=dataclasses.replace(SMALL.compute, device="cuda:99"))
-    first, second = measure([SMALL, nowhere])
-    assert first is not None
-    assert second is None
+    assert measure(nowhere) is None

@@ -131,7 +131,7 @@ def test_each_error_of_a_job_is_one_line_and_all_processes_have_its_status(folde
     cases = [  # what the first process tells, whether one process is wrong or both
         (f"train {flags} --out {taken}", None, "out must be a new folder, got "),
         (f"{new} --batch-size 3", None, "error: batch_size / accumulation must be a multiple of the 2 processes"),
-        (f"{new} --device cuda:1", None, "device must be auto, cpu or cuda for several"),
+        (f"{new} --device cuda:99", None, "device must be one that torch finds here, got 'cuda:99'"),
         (f"{new} --home module --map e.pattern=global --parallel fsdp", None, "'ddp'"),
         (new, "one process", "error: process 1: this process is odd"),
         (f"train {flags} --out {tmp_path}/b", "a full disk", "error: No space left on device"),
@@ -186,12 +186,11 @@ def test_what_all_processes_refuse_the_first_one_tells(monkeypatch, capsys, tmp_
     started = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "TORCHELASTIC_ERROR_FILE": tmp_path / "error.json"}
     for name, value in started.items():
         monkeypatch.setenv(name, str(value))
-    for line, words in (("train --data d --out x --steps 0", "steps must be"), ("inspect x", "torchrun is for train")):
-        assert parallel_runs.cli.main(line.split()) == 2
-        captured = capsys.readouterr()
-        assert not captured.out
-        assert (words in captured.err, captured.err.count("\n")) == ((True, 1) if rank == 0 else (False, 0))
-        assert words in read_json(tmp_path / "error.json")["message"]
+    assert parallel_runs.cli.main(["train", "--data", "d", "--out", "x", "--steps", "0"]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out
+    assert ("steps must be" in captured.err, captured.err.count("\n")) == ((True, 1) if rank == 0 else (False, 0))
+    assert "steps must be" in read_json(tmp_path / "error.json")["message"]
 
 
 @pytest.mark.parametrize("size", [1, 3, 7])
@@ -202,16 +201,9 @@ def test_rows_are_all_shared_out(size, count):
     assert max(s.stop - s.start for s in shares) - min(s.stop - s.start for s in shares) <= 1
 
 
-@pytest.mark.parametrize(
-    ("environment", "line"),
-    [
-        ({"WORLD_SIZE": "x"}, "RANK and WORLD_SIZE must be torchrun's, got '0' and 'x'"),
-        ({"WORLD_SIZE": "2", "RANK": "0"}, "Error initializing torch.distributed"),
-    ],
-)
-def test_an_environment_that_is_not_torchruns_is_one_line(monkeypatch, capsys, data, tmp_path, environment, line):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+def test_an_environment_that_is_not_torchruns_is_one_line(monkeypatch, capsys, data, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
     assert parallel_runs.cli.main(f"train --data {data} --out {tmp_path / 'run'}".split()) == 2
     (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith(f"symexplin: error: {line}")
+    assert said.startswith("symexplin: error: Error initializing torch.distributed")

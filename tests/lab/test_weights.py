@@ -163,7 +163,7 @@ def test_run_checkpoint_and_file_are_one_model(runs, home):
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-6, atol=1e-6)
     assert not any(isinstance(module, sel.SELLinear) for each in found for module in each.model.modules())
     assert [each.tokenizer.name for each in found] == ["byte"] * 3
-    assert [each.map for each in found] == [map_of(CURVES[home], 16)] * 3
+    assert [read_map(place) for place in places] == [map_of(CURVES[home], 16)] * 3
 
 
 def test_a_run_that_goes_on_is_its_newest_checkpoint(runs, tmp_path):

@@ -85,10 +85,10 @@ def plan_lines(table: Table[Panel], names: Collection[str] = ()) -> Iterator[str
     """
     panels = chosen(table, names)
     yield from (f"{table.name} ({table.scale}): {table.title}", table.place or "beyond the paper", table.about, "")
-    configs = [panel.config for panel in panels]
-    paces = measure(configs, _vocab_size(table, configs[0].data))
+    vocab_size = _vocab_size(table, panels[0].config.data)
     runs, tokens, seconds = 0, 0, 0.0
-    for panel, pace in zip(panels, paces, strict=True):
+    for panel in panels:
+        pace = measure(panel.config, vocab_size)
         grid, steps = panel.config.compare, panel.config.train.steps
         each = steps * panel.config.train.batch_size * panel.config.model.context
         own = pace.seconds(panel.config) if pace else math.nan
@@ -99,7 +99,7 @@ def plan_lines(table: Table[Panel], names: Collection[str] = ()) -> Iterator[str
             f"seeds {' '.join(map(str, grid.seeds))}{confirm}; up to {grid.most_runs} runs of {steps:,} steps, "
             f"{each:,} tokens each; {_hours(own)}"
         )
-    jobs = configs[0].compare.jobs or 1
+    jobs = panels[0].config.compare.jobs or 1
     place = "" if math.isnan(seconds) else f" on this machine with {jobs} {'job' if jobs == 1 else 'jobs'} at a time"
     yield f"in all: up to {runs:,} runs, {tokens:,} tokens; {_hours(seconds)}{place}"
     if table.claims:

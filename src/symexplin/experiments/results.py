@@ -11,7 +11,7 @@ from symexplin.experiments.tables import PANELS, TABLE
 from symexplin.lab.compare.grid import CONFIG as GRID
 from symexplin.lab.compare.grid import RUNS
 from symexplin.lab.files import read_json, write_csv
-from symexplin.lab.folders import CONFIG, RESULT, read_facts
+from symexplin.lab.folders import CONFIG, FACTS, RESULT
 from symexplin.lab.identity import config_hash
 from symexplin.lab.settings import load_toml
 
@@ -57,7 +57,7 @@ def append_results(out: str | Path, file: Path) -> int:
 
 
 def _row(folder: Path) -> dict[str, Any]:
-    config, facts, result = load_toml(folder / CONFIG), read_facts(folder), read_json(folder / RESULT)
+    config, facts, result = load_toml(folder / CONFIG), read_json(folder / FACTS), read_json(folder / RESULT)
     train, place, panel = config["train"], facts["provenance"], folder.parent.parent
     ended = datetime.datetime.fromtimestamp((folder / RESULT).stat().st_mtime, datetime.UTC)
     return {

@@ -229,7 +229,7 @@ class ComputeConfig(Schema):
     """
 
     device: str = "auto"
-    threads: Annotated[Count, functools.partial(check_whole, maximum=1024)] | None = None
+    threads: Count | None = None
     autocast: Literal["auto", "on", "off"] = "auto"
     compile: bool = False
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
@@ -332,8 +332,6 @@ def resolve(config: RunConfig, vocab_size: int, processes: int = 1) -> RunConfig
     if rest:
         got = f"{train.batch_size} / {train.accumulation}"
         raise ValueError(f"batch_size / accumulation must be a multiple of the {processes} processes, got {got}")
-    if processes > 1 and compute.device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device must be auto, cpu or cuda for several processes, got {compute.device!r}")
     device, autocast, chunk = _device(compute.device), compute.autocast, compute.loss_chunk
     if autocast == "auto":
         autocast = "on" if _bfloat16_pays(device) else "off"

@@ -4,23 +4,16 @@ Qwen3 is the model of the laboratory with other names: pre-norm with RMSNorm, ro
 RMSNorm on the queries and keys of each head before them, a gated feed-forward layer. It has no biases.
 """
 
-import dataclasses
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from symexplin.config import SELConfig
 from symexplin.lab.data.tokenizer import Tokenizer
 from symexplin.lab.model import ROPE_BASE, Transformer
-from symexplin.lab.weights import MODEL, map_entry, write_tensors
 
 __all__ = ["export_transformers"]
-
-Echo = Callable[[str], None]
 
 # The parts of a parameter's name, here and in Qwen3.
 _NAMES = {
@@ -40,65 +33,32 @@ _NAMES = {
     "norm": "model.norm",
     "head": "lm_head",
 }
-_PROBE = 64  # tokens that the two models are compared on
 
 
-def export_transformers(
-    model: Transformer,
-    out: str | Path,
-    tokenizer: Tokenizer,
-    curve: SELConfig | None = None,
-    echo: Echo = lambda _: None,
-) -> None:
+def export_transformers(model: Transformer, out: str | Path, tokenizer: Tokenizer) -> None:
     """Write a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads, in the model's dtype.
 
-    Logits differ by rounding: transformers computes the angles of positions, and norms, in float32. The largest
-    difference is measured and told. The map of the training, `curve`, goes into the header of model.safetensors, for
-    `symexplin inspect`.
+    Logits differ by rounding: transformers computes the angles of positions, and norms, in float32.
     """
-    try:
-        import transformers
-    except ModuleNotFoundError:
-        raise ValueError("export needs transformers: pip install 'symexplin[hf]'") from None
-    if model.config.bias:
-        raise ValueError(
-            "model must have no biases, as stock architectures have none: train with --no-bias; "
-            "symexplin.lab.weights.load_model reads the model.safetensors of any run"
-        )
-    for key in ("input_projection", "head_bias"):
-        if getattr(model.config, key):
-            raise ValueError(f"model must be without {key}, which Qwen3 does not have")
-    if model.config.norm != "rms":
-        raise ValueError(f"model must have norm 'rms', as Qwen3 has, got {model.config.norm!r}")
-    target = Path(out).resolve()
+    import transformers
+
+    for key, needed in (("bias", False), ("input_projection", False), ("head_bias", False), ("norm", "rms")):
+        if (found := getattr(model.config, key)) != needed:
+            raise ValueError(
+                f"model must have {key} = {needed!r}, as Qwen3 has, got {found!r}; symexplin.lab.weights.load_model "
+                "reads the model.safetensors of any run"
+            )
+    target = Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"out must be a new or empty folder, got {str(out)!r}")
-    size, end = model.config.vocab_size, tokenizer.end
-    if tokenizer.vocab_size > size:
-        raise ValueError(f"tokenizer must have at most the model's {size} tokens, got {tokenizer.vocab_size}")
-    stock: Any = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_settings(model), eos_token_id=end))
+    stock: Any = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_settings(model), eos_token_id=tokenizer.end))
     weights = {
         ".".join(_NAMES.get(part, part) for part in name.split(".")): value for name, value in _separate(model).items()
     }
     stock.to(model.embedding.weight.dtype).load_state_dict(weights)
-    if model.config.tie_head:
-        del weights["lm_head.weight"]
-    gap, largest = _difference(model, stock.eval())
-    if curve is not None:  # its patterns are for the names of the laboratory
-        curve = dataclasses.replace(curve, include=(), exclude=())
-    generation = transformers.GenerationConfig(eos_token_id=end, pad_token_id=end)  # type: ignore[no-untyped-call]
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
-        folder = Path(temporary, target.name)
-        folder.mkdir()
-        for part in (stock.config, generation, _tokenizer(transformers, tokenizer, model.config.context)):
-            part.save_pretrained(folder)
-        write_tensors(folder / MODEL, weights, {"format": "pt", **map_entry(curve)})
-        files = sorted(path.name for path in folder.iterdir())
-        folder.replace(target)
-    echo(f"{target}: {', '.join(files)}")
-    dtype = str(stock.dtype).removeprefix("torch.")
-    echo(f"Qwen3ForCausalLM, {dtype}: largest difference between logits {gap:.3g}, largest logit {largest:.3g}")
+    stock.generation_config.pad_token_id = tokenizer.end  # there is none of its own
+    stock.save_pretrained(target)
+    _tokenizer(transformers, tokenizer, model.config.context).save_pretrained(target)
 
 
 def _settings(model: Transformer) -> dict[str, Any]:
@@ -131,16 +91,6 @@ def _separate(model: Transformer) -> dict[str, Tensor]:
         halves = [name.replace("gate_up", half) for half in ("gate", "up")] if "gate_up" in name else [name]
         weights |= zip(halves, value.chunk(len(halves)), strict=True)
     return weights
-
-
-@torch.no_grad()
-def _difference(model: Transformer, stock: Any) -> tuple[float, float]:
-    """Return the largest difference of a logit between the two models on random tokens, and the largest logit."""
-    shape = (2, min(_PROBE, model.config.context))
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(model.config.vocab_size, shape, generator=generator, dtype=torch.int64, device="cpu")
-    logits = model(tokens)
-    return float((logits - stock(tokens).logits).abs().max()), float(logits.abs().max())
 
 
 def _tokenizer(transformers: Any, tokenizer: Tokenizer, context: int) -> Any:

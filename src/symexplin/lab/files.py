@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    *("damaged", "file_digest", "format_columns", "read_json", "read_json_lines"),
+    *("file_digest", "format_columns", "read_json", "read_json_lines"),
     *("replace_file", "replacing", "write_csv", "write_json"),
 ]
 
@@ -45,7 +45,7 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def damaged(path: Path, why: str) -> ValueError:
+def _damaged(path: Path, why: str) -> ValueError:
     """Return the error that a file of a folder is damaged, with what to do."""
     return ValueError(f"{str(path)!r} is damaged: {why}; restore it, or start again in another folder")
 
@@ -58,7 +58,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         try:
             records.append(json.loads(line))
         except ValueError as error:
-            raise damaged(path, f"line {number} is not JSON: {error}") from None
+            raise _damaged(path, f"line {number} is not JSON: {error}") from None
     return records
 
 
@@ -69,7 +69,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError:
         table = None
     if not isinstance(table, dict):
-        raise damaged(path, "it is not a JSON object")
+        raise _damaged(path, "it is not a JSON object")
     return table
 
 
@@ -92,11 +92,11 @@ def write_csv(path: str | Path, rows: Sequence[Mapping[str, object]]) -> None:
     replace_file(path, text.getvalue())
 
 
-def format_columns(rows: Sequence[Sequence[str]], gap: str = "  ") -> str:
+def format_columns(rows: Sequence[Sequence[str]]) -> str:
     """Return rows of cells as lines of plain text: the first column aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = [str.ljust] + [str.rjust] * (len(widths) - 1)
     return "\n".join(
-        gap.join(align(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True)).rstrip()
+        "  ".join(align(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True)).rstrip()
         for row in rows
     )

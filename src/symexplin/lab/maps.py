@@ -1,6 +1,5 @@
 """Which map a run has: the default or one of the paper's presets, and what a configuration changes in it."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -87,21 +86,13 @@ def map_of(curve: CurveConfig, width: int) -> sel.SELConfig | None:
     """Return the map of a run on a model of `width`, or None for ordinary weights.
 
     Raises:
-        ValueError: a map that has no inverse, or that float32 cannot hold where fresh weights are.
+        ValueError: a map that has no inverse.
     """
-    import torch  # which the help of a command does without
-
-    from symexplin.modes import Scales
-    from symexplin.transform import check_invertible, forward
+    from symexplin.transform import check_invertible  # torch, which the help of a command does without
 
     if curve.home == "none":
         return None
     config = named_map(curve.preset, curve.map)
     if curve.starts_as == "mismatched" and config.mode != "mismatch":
         raise ValueError(f"start must be 'matched' for mode {config.mode!r}, got 'mismatched', which is for 'mismatch'")
-    config = check_invertible(config.resolve(width))
-    bound = torch.tensor(math.sqrt(3.0 / width), dtype=torch.float32, device="cpu")
-    if not math.isfinite(value := forward(config.mode, bound, Scales.of(config))):
-        about = f"{value:g} with {config}"
-        raise ValueError(f"map must be finite in float32 at {bound:.3g}, Xavier's bound at width {width}, got {about}")
-    return config
+    return check_invertible(config.resolve(width))

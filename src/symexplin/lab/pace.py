@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -47,28 +46,27 @@ class Pace(NamedTuple):
         return math.ceil(grid.most_runs / (grid.jobs or 1)) * (self.start + steps * self.step)
 
 
-def measure(configs: Sequence[CompareConfig], vocab_size: int = ModelConfig.vocab_size) -> list[Pace | None]:
-    """Return the pace of the runs of each comparison; None: it cannot be measured here in some seconds.
+def measure(config: CompareConfig, vocab_size: int = ModelConfig.vocab_size) -> Pace | None:
+    """Return the pace of the runs of a comparison; None: it cannot be measured here in some seconds.
 
     The baseline and the last variant are trained for a few steps on random tokens, in as many processes at a time as
-    the first comparison has runs. Runs on a cluster or on several GPUs each are not measured, nor more at a time than
-    there are cores, nor a model too large for this machine.
+    the comparison has runs. Runs on a cluster or on several GPUs each are not measured, nor more at a time than there
+    are cores, nor a model too large for this machine.
     """
-    jobs, gpus = configs[0].compare.jobs or 1, gpus_here()
-    fit = [jobs <= cores() and _fits(config, vocab_size, bool(gpus)) for config in configs]
-    tables = [_runs(config, jobs) for config, fits in zip(configs, fit, strict=True) if fits]
-    command = [sys.executable, "-m", __name__, json.dumps([vocab_size, tables])]
+    jobs, gpus = config.compare.jobs or 1, gpus_here()
+    if jobs > cores() or not _fits(config, vocab_size, bool(gpus)):
+        return None
+    command = [sys.executable, "-m", __name__, json.dumps([vocab_size, _runs(config, jobs)])]
     began, processes = time.time(), []
-    for number in range(jobs if tables else 0):
+    for number in range(jobs):
         place = {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if gpus else {}
         pipe, away = subprocess.PIPE, subprocess.DEVNULL
         processes.append(subprocess.Popen(command, stdout=pipe, stderr=away, text=True, env=os.environ | place))
-    said = [map(json.loads, process.communicate()[0].splitlines()) for process in processes]
-    paces = (
-        Pace(fmean(ready for ready, _ in alike) - began, fmean(step for _, step in alike))
-        for alike in zip(*said, strict=False)  # a process that fails says nothing more
-    )
-    return [next(paces, None) if fits else None for fits in fit]
+    said = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        return None
+    ready, steps = zip(*map(json.loads, said), strict=True)
+    return Pace(fmean(ready) - began, fmean(steps))
 
 
 def _fits(config: CompareConfig, vocab_size: int, has_gpu: bool) -> bool:
@@ -86,8 +84,8 @@ def _runs(config: CompareConfig, jobs: int) -> list[dict[str, Any]]:
     return tables
 
 
-def _train(vocab_size: int, comparisons: list[list[dict[str, Any]]]) -> None:
-    """For each comparison print when the very first run had begun to train, and the usual seconds of a step."""
+def _train(vocab_size: int, tables: list[dict[str, Any]]) -> None:
+    """Print when the first run had begun to train, and the usual seconds of a step."""
     import numpy as np
     import torch
 
@@ -96,22 +94,20 @@ def _train(vocab_size: int, comparisons: list[list[dict[str, Any]]]) -> None:
     from symexplin.lab.data.tokenizer import Tokenizer
     from symexplin.lab.train import Trainer
 
-    ready = 0.0
-    for tables in comparisons:
-        paces = []
-        for table in tables:
-            config = resolve(from_table(RunConfig, table), vocab_size)
-            torch.set_num_threads(config.compute.threads or 1)
-            tokens = np.random.default_rng(0).integers(vocab_size, size=_TOKENS + config.model.context, dtype=np.uint32)
-            trainer = Trainer(config, Corpus(tokens, tokens, Tokenizer.from_name("byte"), 1, 1, ""))
-            trainer.update()  # the first step of a process takes longer
-            ready = ready or time.time()
-            ends = [time.perf_counter()]
-            for _ in range(_STEPS):
-                trainer.update()
-                ends.append(time.perf_counter())
-            paces.append(median(end - begin for begin, end in itertools.pairwise(ends)))
-        print(json.dumps([ready, fmean(paces)]), flush=True)  # noqa: T201
+    ready, paces = [], []
+    for table in tables:
+        config = resolve(from_table(RunConfig, table), vocab_size)
+        torch.set_num_threads(config.compute.threads or 1)
+        tokens = np.random.default_rng(0).integers(vocab_size, size=_TOKENS + config.model.context, dtype=np.uint32)
+        trainer = Trainer(config, Corpus(tokens, tokens, Tokenizer.from_name("byte"), 1, 1, ""))
+        trainer.update()  # the first step of a process takes longer
+        ready.append(time.time())
+        ends = [time.perf_counter()]
+        for _ in range(_STEPS):
+            trainer.update()
+            ends.append(time.perf_counter())
+        paces.append(median(end - begin for begin, end in itertools.pairwise(ends)))
+    print(json.dumps([ready[0], fmean(paces)]))  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, distributed
 
-from symexplin.lab.process import end_with_parent, launch
+from symexplin.lab.process import end_with_parent
 from symexplin.optim.shard import is_dtensor
 
 __all__ = ["ALONE", "Ranks", "joined", "leave", "placed"]
@@ -76,7 +76,7 @@ ALONE = Ranks()
 @contextlib.contextmanager
 def joined(device: str) -> Iterator[Ranks]:
     """Join the job of torchrun, if there is one. On GPUs each process takes that of its local rank."""
-    if launch()[1] == 1 and not _initialized():
+    if os.environ.get("WORLD_SIZE", "1") == "1" and not _initialized():
         yield ALONE
         return
     try:

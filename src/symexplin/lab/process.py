@@ -1,45 +1,24 @@
-"""How this process was started, and what stops it. Nothing here needs torch."""
+"""What stops this process. Nothing here needs torch."""
 
 import ctypes
-import os
 import signal
 import sys
 import threading
 from types import FrameType
 from typing import Any, Self
 
-__all__ = ["StopSignals", "Stopped", "end_with_parent", "launch", "signal_name"]
+__all__ = ["StopSignals", "Stopped", "end_with_parent"]
 
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 # Windows has no SIGHUP, the signal of a closed terminal.
 _STOPPING = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 
 
-def launch() -> tuple[int, int]:
-    """Return the rank of this process, and the number of processes, in the job of torchrun; (0, 1) without."""
-    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    if not (rank.isdecimal() and size.isdecimal()):
-        raise ValueError(f"RANK and WORLD_SIZE must be torchrun's, got {rank!r} and {size!r}: unset them")
-    return (int(rank), int(size)) if int(size) > 1 else (0, 1)
-
-
-def signal_name(number: int) -> str:
-    """Return the name of a signal; those for programs' own use have only numbers.
-
-    >>> signal_name(15), signal_name(40)
-    ('SIGTERM', 'signal 40')
-    """
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 class Stopped(Exception):  # noqa: N818 (it is no error)
     """A run was stopped by `signal`, and has saved a checkpoint."""
 
     def __init__(self, number: int, message: str) -> None:
-        super().__init__(f"stopped by {signal_name(number)} {message}")
+        super().__init__(f"stopped by {signal.Signals(number).name} {message}")
         self.signal = number
 
 

@@ -59,18 +59,11 @@ def cores() -> int:
 
 
 def memory(device: str = "cpu") -> dict[str, int]:
-    """Return the bytes in use now, "memory_bytes": of the process, or on a CUDA device also "device_peak_bytes".
+    """Return the most bytes in use so far: "memory_bytes" of the process, on a CUDA device also "device_peak_bytes"."""
+    import resource  # not on Windows
 
-    Where the system does not say what the process has now, it is the most that it had.
-    """
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        used = {"memory_bytes": pages * os.sysconf("SC_PAGE_SIZE")}
-    except OSError:
-        import resource  # not on Windows
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        used = {"memory_bytes": peak if platform.system() == "Darwin" else 1024 * peak}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    used = {"memory_bytes": peak if platform.system() == "Darwin" else 1024 * peak}
     if device.startswith("cuda"):
         import torch
 

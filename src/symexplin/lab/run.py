@@ -31,7 +31,6 @@ from symexplin.lab.folders import (
     Recorder,
     check_unused,
     claimed,
-    read_facts,
 )
 from symexplin.lab.identity import check_run, mixed, of_config
 from symexplin.lab.maps import map_in_words, map_of, named_map
@@ -39,7 +38,7 @@ from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.process import Stopped, StopSignals
 from symexplin.lab.provenance import memory, provenance
-from symexplin.lab.settings import dump_toml, lines, to_table
+from symexplin.lab.settings import dump_toml, to_table
 from symexplin.lab.train import NonFiniteError, Trainer
 from symexplin.lab.weights import MODEL, save_model
 
@@ -102,9 +101,7 @@ def train(
 
 
 def _tell(config: RunConfig, echo: Echo) -> None:
-    """Print the configuration, and the map in words: its keys are in config.toml."""
-    for line in lines({**to_table(config), "sel": {**to_table(config.sel), "map": {}}}):
-        echo(line)
+    """Print the map in words."""
     width, preset = config.model.width, config.sel.preset
     if (curve := map_of(config.sel, width)) is not None:
         changed = "" if curve == named_map(preset, {}).resolve(width) else ", changed"
@@ -128,7 +125,7 @@ def _check_folder(
     result = read_json(folder / RESULT) if (folder / RESULT).exists() else {}
     failed = f" that failed at step {result['step']}" if "error" in result else ""
     check_unused(folder / FACTS, f"a run{failed}", resume)
-    facts = read_facts(folder)
+    facts = read_json(folder / FACTS)
     changed = check_run(folder, facts, _identity(config, corpus, ranks))
     if changed.machine:
         echo(f"{'; '.join(changed.machine)}: rounding will differ")
@@ -275,4 +272,5 @@ class _Run:
             "sha256": file_digest(self.folder / MODEL),
         }
         write_json(self.folder / RESULT, result)
+        self.echo(f"{result['loss']:.4f} nats per token; plain weights: {self.folder / MODEL}")
         return result

@@ -4,8 +4,7 @@ A configuration is a dataclass derived from :class:`Schema`. Fields that are dat
 its keys. The type of a key says what it may be, wherever it is given. Names are unique over all tables, so that a flag
 needs no table's name: `[model] width = 128` is `--width 128`.
 
-A configuration is made in one way: the tables of files, flags and `--set` are merged, and :func:`from_table` checks the
-result.
+A configuration is made in one way: the tables of files and flags are merged, and :func:`from_table` checks the result.
 """
 
 import contextlib
@@ -35,7 +34,7 @@ from symexplin.checks import (
 
 __all__ = [
     *("FLAGS", "Count", "Fraction", "NotNegative", "Pairs", "Positive", "Whole"),
-    *("Schema", "differences", "dump_toml", "from_table", "lines", "load_toml", "merge", "to_table", "with_flags"),
+    *("Schema", "differences", "dump_toml", "from_table", "load_toml", "merge", "to_table", "with_flags"),
 ]
 
 Table = dict[str, Any]
@@ -65,13 +64,11 @@ def _pairs(_: Any, tokens: Sequence[Token] | Mapping[str, Any]) -> Table:
             raise CoercionError(f"{token!r} must follow a space, such as --map beta=5 for --map.beta=5")
         name, equals, value = token.value.partition("=")
         for line in (token.value, f"{name}='{value}'") if equals else ():
-            with contextlib.suppress(tomllib.TOMLDecodeError, RecursionError):
+            with contextlib.suppress(tomllib.TOMLDecodeError):
                 pairs = merge(pairs, tomllib.loads(line))
                 break
         else:
-            bare = re.fullmatch(r"[\w.-]*", name, re.ASCII)  # as TOML has it; other keys are in quotes
-            example = "" if bare else f""", such as '"{name}"={value or 0.5}'"""
-            raise CoercionError(f"must be KEY=VALUE as in TOML{example}, got {token.value!r}", token=token)
+            raise CoercionError(f"must be KEY=VALUE as in TOML, got {token.value!r}", token=token)
     return pairs
 
 
@@ -83,7 +80,6 @@ Fraction = Annotated[float, check_fraction]  # below 1
 # A table of any keys: as a flag, KEY=VALUE once or more.
 Pairs = Annotated[Table, Parameter(accepts_keys=False, n_tokens=-1, converter=_pairs, metavar="KEY=VALUE")]
 
-_SHORT = 3  # letters: a word of so few is near to many
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", dict: "a table"}
 
 
@@ -170,8 +166,8 @@ def _help(schema: type[Schema]) -> dict[str, str]:
     return {name: re.sub(r"(?<!\.)\.$|`", "", text) for name, text in texts.items()}
 
 
-def from_table(schema: type[S], table: Mapping[str, Any]) -> S:
-    """Return the configuration that a table describes.
+def from_table(schema: type[S], table: Mapping[str, Any], where: str = "") -> S:
+    """Return the configuration that a table describes; errors call the table `where`.
 
     Raises:
         ValueError: an unknown key (with the nearest right one, or its table), a wrong value, a missing key.
@@ -181,31 +177,20 @@ def from_table(schema: type[S], table: Mapping[str, Any]) -> S:
     Traceback (most recent call last):
     ValueError: unknown key 'widht'; did you mean 'width'?
     """
-    return _build(schema, table, "", _places(schema))
-
-
-def _build(schema: type[S], table: Mapping[str, Any], where: str, places: Mapping[str, str]) -> S:
-    fields, values = _fields(schema), dict(table)
+    fields, places, values = _fields(schema), _places(schema), dict(table)
     for name, value in table.items():
         if name not in fields:
-            raise ValueError(_unknown(name, where, list(fields), places))
+            hint = f", which belongs in [{places[name]}]" if name in places else did_you_mean(name, fields)
+            raise ValueError(f"unknown key {name!r}{f' in [{where}]' if where else ''}{hint}")
         kind = fields[name].type
         if _is_table(kind):
             if not isinstance(value, Mapping):
                 raise ValueError(f"[{name}] must be a table, got {value!r}")
-            values[name] = _build(kind, value, name, places)
+            values[name] = from_table(kind, value, name)
     for name, field in fields.items():
         if name not in values and field.default is field.default_factory is dataclasses.MISSING:
             raise ValueError(f"{name} must be given: {_help(schema)[name]}")
     return schema(**values)
-
-
-def _unknown(name: str, where: str, here: list[str], places: Mapping[str, str]) -> str:
-    if name in places:
-        return f"key {name!r} belongs " + (f"in [{places[name]}]" if places[name] else "at the top, before all tables")
-    near = did_you_mean(name, here if where else [*here, *places], cutoff=0.6 if len(name) > _SHORT else 0.8)
-    hint = near or f"; known: {', '.join(here)}"
-    return f"unknown key {name!r}{f' in [{where}]' if where else ''}{hint}"
 
 
 def to_table(config: Schema) -> Table:
@@ -228,7 +213,7 @@ def load_toml(path: str | Path, name: str = "config") -> Table:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError):
         raise FileNotFoundError(f"{name} must be an existing TOML file, got {str(path)!r}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{name} {path} is not TOML: {error}") from None
 
 
@@ -250,15 +235,6 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tup
     return {key: (a, b) for key, (a, b) in pairs.items() if a != b}
 
 
-def lines(table: Mapping[str, Any]) -> list[str]:
-    """Return the lines that show a table to a reader, one per table."""
-    entries: dict[str, list[str]] = {}
-    for key, value in _dotted(table):
-        place, _, name = key.rpartition(".")
-        entries.setdefault(f"[{place}] " if place else "", []).append(f"{name} = {value!r}")
-    return [place + ", ".join(texts) for place, texts in entries.items()]
-
-
 def _dotted(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in table.items():
         if isinstance(value, Mapping):
@@ -269,52 +245,40 @@ def _dotted(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 # --- Flags -----------------------------------------------------------------------------------------------------------
 
-_SET = Parameter(help="any key of the settings, such as width=64 or model.width=64; takes precedence over its flag")
-
 
 def with_flags(
     command: Callable[..., Any], schema: type[Schema], leave_out: Collection[str] = ()
 ) -> Callable[..., Any]:
-    """Return `command` with a flag for every key of a schema except those in `leave_out`, and with `--set`.
+    """Return `command` with a flag for every key of a schema except those in `leave_out`.
 
     The first argument of the command becomes the table of what a user sets.
 
     >>> from cyclopts import App
     >>> from symexplin.lab.config import RunConfig
     >>> app = App(default_command=with_flags(lambda table: table, RunConfig), result_action="return_value")
-    >>> app("--data text --width 64 --no-bias --set map.beta=5")
+    >>> app("--data text --width 64 --no-bias --map beta=5")
     {'data': 'text', 'model': {'width': 64, 'bias': False}, 'sel': {'map': {'beta': 5}}}
     """
-    flags: dict[str, tuple[Any, Any]] = {}  # the type and the default of each
+    places = _places(schema)
+    _, *parameters = inspect.signature(command).parameters.values()
     for name, table in _tables(schema).items():
         group, texts = Group.create_ordered(f"Table {name}" if name else "Settings"), _help(table)
         for key in _keys(table).values():
-            about = Parameter(help=texts.get(key.name, ""), group=group)
-            default = None if key.default in (dataclasses.MISSING, (), "") else key.default
-            flags[key.name] = (Annotated[key.type, about], default)
-    if not (own_set := "set" in flags):
-        flags["set"] = (Annotated[Pairs, _SET], None)
+            if key.name not in leave_out:
+                kind: Any = Annotated[key.type, Parameter(help=texts.get(key.name, ""), group=group)]
+                default = None if key.default in (dataclasses.MISSING, (), "") else key.default
+                parameters.append(
+                    inspect.Parameter(key.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+                )
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = {name: kwargs.pop(name) for name in flags if name in kwargs}
-        changes = {} if own_set else given.pop("set", {})
-        return command(merge(_placed(schema, given), _placed(schema, changes)), *args, **kwargs)
+        table: Table = {}
+        for key, place in places.items():
+            if key in kwargs:
+                value = {key: kwargs.pop(key)}
+                table = merge(table, {place: value} if place else value)
+        return command(table, *args, **kwargs)
 
-    _, *parameters = inspect.signature(command).parameters.values()
-    parameters += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-        for name, (kind, default) in flags.items()
-        if name not in leave_out
-    ]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run
-
-
-def _placed(schema: type[Schema], given: Mapping[str, Any]) -> Table:
-    """Return `given` with the keys at its top in their tables."""
-    tables, places, placed = _tables(schema), _places(schema), Table()
-    for name, value in given.items():
-        place = "" if name in tables and isinstance(value, Mapping) else places.get(name, "")
-        placed = merge(placed, {place: {name: value}} if place else {name: value})
-    return placed

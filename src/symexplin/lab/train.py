@@ -34,7 +34,7 @@ from symexplin.optim.shard import is_dtensor, local, whole
 __all__ = ["NonFiniteError", "Trainer", "lr_factor"]
 
 
-class NonFiniteError(ArithmeticError):
+class NonFiniteError(FloatingPointError):
     """A loss or a gradient is not finite. The message names the step and the layer."""
 
 

@@ -26,7 +26,7 @@ from symexplin.modules import convert, fold
 
 __all__ = [
     *("MODEL", "OPTIMIZER", "Trained", "find_weights", "is_raw", "iter_tensors"),
-    *("load_model", "load_optimizer", "load_trained", "load_weights", "map_entry", "read_map"),
+    *("load_model", "load_optimizer", "load_trained", "load_weights", "read_map"),
     *("save_model", "split_optimizer", "write_tensors"),
 ]
 
@@ -89,11 +89,6 @@ def read_map(path: str | Path) -> SELConfig | None:
         return None if table is None else SELConfig.from_dict(table)
 
 
-def map_entry(curve: SELConfig | None, **others: Any) -> dict[str, str]:
-    """Return the entry of a header that :func:`read_map` reads, with `others` beside the map."""
-    return {_ENTRY: json.dumps(others | ({} if curve is None else {"map": curve.to_dict()}))}
-
-
 def is_raw(name: str) -> bool:
     """Return whether a tensor of this name holds raw weights of a curved layer."""
     return name.rpartition(".")[2].startswith("raw_")
@@ -124,7 +119,12 @@ def save_model(model: Transformer, path: str | Path, curve: SELConfig | None = N
     Raises:
         OSError: a full disk, for example; an earlier file stays.
     """
-    write_tensors(path, _untied(model), map_entry(curve, config=dataclasses.asdict(model.config)))
+    write_tensors(path, _untied(model), {_ENTRY: json.dumps(_about(model, curve))})
+
+
+def _about(model: Transformer, curve: SELConfig | None) -> dict[str, Any]:
+    shape = {"config": dataclasses.asdict(model.config)}
+    return shape if curve is None else shape | {"map": curve.to_dict()}
 
 
 def _untied(model: Transformer) -> dict[str, Tensor]:
@@ -177,11 +177,10 @@ def load_weights(model: Transformer, path: str | Path) -> None:
 
 
 class Trained(NamedTuple):
-    """A plain model, its tokenizer, and the map that it was trained with; None for ordinary weights."""
+    """A plain model, and its tokenizer."""
 
     model: Transformer
     tokenizer: Tokenizer
-    map: SELConfig | None
 
 
 def load_trained(path: str | Path) -> Trained:
@@ -192,7 +191,7 @@ def load_trained(path: str | Path) -> Trained:
     if place is None:
         raise FileNotFoundError(f"no {TOKENIZER} beside {str(file)!r}: copy that of the run or of its data there")
     options = read_json(place / FACTS).get("tokenizer", {}) if (place / FACTS).exists() else {}
-    return Trained(load_model(file), Tokenizer.load(place / TOKENIZER, **options), read_map(file))
+    return Trained(load_model(file), Tokenizer.load(place / TOKENIZER, **options))
 
 
 def find_weights(path: str | Path) -> Path:

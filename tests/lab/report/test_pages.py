@@ -10,7 +10,7 @@ EVIL = "</pre><script>alert('x')</script>"
 
 
 def test_a_page_is_self_contained_and_repeats(tmp_path):
-    folder = comparison(tmp_path, sample={"variant": "SEL", "lr": 0.01, "seed": 0, "text": EVIL})
+    folder = comparison(tmp_path, config={"data": EVIL})
     page = Page(report_comparison(folder))
     assert report_comparison(folder).read_text() == page.html
     for name, value in page.attributes:
@@ -41,7 +41,7 @@ def test_the_tables_of_a_comparison_hold_the_numbers_and_the_map(tmp_path):
     assert all(sentence in after for sentence in found.notes)
     assert "There is no verdict, since these seeds chose the learning rates" in card
     assert page.html.index("<table") < page.html.index("<svg")
-    assert page.titles == ["All runs", "Where it comes from", "All settings"]  # no sample
+    assert page.titles == ["All runs", "Where it comes from", "All settings"]
 
 
 @pytest.mark.usefixtures("undrawn")

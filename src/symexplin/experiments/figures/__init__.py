@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 from symexplin.checks import check_choice
 from symexplin.experiments.figures import curves, maps, weights
 from symexplin.lab.files import replacing
-from symexplin.lab.folders import out_folder
 from symexplin.lab.report.charts import STYLE, UNDATED
 
 __all__ = ["FIGURES", "FigureSpec", "draw", "format_figures", "save_figure"]
@@ -98,7 +97,7 @@ def save_figure(figure: Figure, folder: str | Path, name: str) -> tuple[Path, Pa
 
     The same figure gives the same bytes.
     """
-    folder = out_folder(folder)
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths = folder / f"{name}.svg", folder / f"{name}.png"
     for path, metadata in zip(paths, (UNDATED, {"Software": None}), strict=True):

@@ -13,9 +13,9 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from symexplin.experiments.figures.matrices import xavier_bound
 from symexplin.experiments.figures.sources import RoleWeights, map_words, probe, run_config, run_of
 from symexplin.functional import effective, inverse
-from symexplin.lab.inspect import xavier_bound
 from symexplin.lab.report.charts import COLORS, GUIDE_LINE, Line, outline, panel, sheet
 
 __all__ = [

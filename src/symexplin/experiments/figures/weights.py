@@ -5,6 +5,7 @@ Sizes are in units of Xavier's uniform bound of their matrix where matrices of s
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from symexplin.config import SELConfig
+from symexplin.experiments.figures.matrices import curved_matrices, xavier_bound
 from symexplin.experiments.figures.sources import Probe, is_run, map_words, probe, run_config, run_of, weights_of
 from symexplin.lab.compare.grid import BASELINE, LABELS
-from symexplin.lab.inspect import Row, curved_matrices, inspect_file, xavier_bound
 from symexplin.lab.report.charts import GUIDE_LINE, Floats, Line, outline, panel, sheet
 
 __all__ = ["heavy_tail", "idea", "optimization_distance", "raw_effective", "weight_distribution"]
@@ -34,11 +34,11 @@ _SMALLEST = 0.01  # sizes below this fraction of the bound are no tail
 def weight_distribution(sources: Sequence[Path]) -> Figure:
     """Draw the histogram of all trained weights, its tail and the growth of each matrix, against Xavier's start."""
     path = weights_of(sources[0])
-    sizes, share, _ = _tail(np.abs(values) / bound for values, bound in _curved(path))
+    sizes, share, _ = _tail(np.abs(values) / bound for _, values, bound in _curved(path))
     figure, (left, right, growth) = sheet(3, 3)
     top = 1.02 * max(1.0, sizes[0])
     edges = np.linspace(-top, top, _BINS + 1)
-    counts = sum(np.histogram(values / bound, edges)[0] for values, bound in _curved(path))
+    counts = sum(np.histogram(values / bound, edges)[0] for _, values, bound in _curved(path))
     heights = counts / (np.sum(counts) * np.diff(edges))
     # The density of Xavier's distribution is 1/2 from -1 to 1.
     fresh = 0.5 * np.diff(np.clip(edges, -1.0, 1.0)) / np.diff(edges)
@@ -55,10 +55,10 @@ def weight_distribution(sources: Sequence[Path]) -> Figure:
     return figure
 
 
-def _curved(path: Path) -> Iterator[tuple[Floats, float]]:
-    """Yield the finite numbers of every curved matrix of a file, and its bound."""
-    for _, matrix in curved_matrices(path):
-        yield matrix[torch.isfinite(matrix)].double().numpy(), xavier_bound(matrix.shape)
+def _curved(path: Path) -> Iterator[tuple[str, Floats, float]]:
+    """Yield the name and the finite numbers of every curved matrix of a file, and its bound."""
+    for name, matrix in curved_matrices(path):
+        yield name, matrix[torch.isfinite(matrix)].double().numpy(), xavier_bound(matrix.shape)
 
 
 def _tail(parts: Iterable[Floats]) -> tuple[Floats, Floats, float]:
@@ -91,7 +91,7 @@ def heavy_tail(sources: Sequence[Path]) -> Figure:
     panel(deviation, "Standard deviations", start, "deviation now", _points(rows, bounds / 3**0.5, stds), legend=False)
     for axes in (largest, deviation):
         axes.axline((0.0, 0.0), slope=1.0, **GUIDE_LINE)
-    sizes, share, _ = _tail(np.abs(values) / bound for values, bound in _curved(path))
+    sizes, share, _ = _tail(np.abs(values) / bound for _, values, bound in _curved(path))
     lines = [Line(_START, share, 1.0 - share, 0), Line(_NOW, share, sizes, 1)]
     panel(percentile, "Upper percentiles", "percentile of |w|", "|w| / Xavier's bound (log scale)", lines)
     percentile.set(xscale="log", yscale="log", xlim=(1.0, 0.7 * share[0]), ylim=(0.05, 2.0 * max(1.0, sizes[0])))
@@ -100,20 +100,32 @@ def heavy_tail(sources: Sequence[Path]) -> Figure:
     return figure
 
 
-def _rows(path: Path) -> tuple[Row, ...]:
-    # Sizes do not depend on the map; the linear one is the fastest to invert.
-    return inspect_file(path, config=SELConfig(mode="linear")).rows
+@dataclass(frozen=True)
+class _Row:
+    """The bound of a matrix at its start, its largest size and its standard deviation."""
+
+    name: str
+    bound: float
+    max: float
+    std: float
 
 
-def _points(rows: Sequence[Row], x: Floats, y: Floats) -> list[Line]:
+def _rows(path: Path) -> list[_Row]:
+    return [
+        _Row(name, bound, float(np.abs(values).max(initial=0.0)), float(values.std()))
+        for name, values, bound in _curved(path)
+    ]
+
+
+def _points(rows: Sequence[_Row], x: Floats, y: Floats) -> list[Line]:
     """Return a point for each matrix, in a color and with a marker for each kind of matrix."""
     kinds = np.array([_place(row.name)[1] for row in rows])
     chosen = [(kind, kinds == kind) for kind in dict.fromkeys(kinds.tolist())]
     return [Line(kind, x[own], y[own], style, kind="points") for style, (kind, own) in enumerate(chosen)]
 
 
-def _draw_growth(axes: Axes, rows: Sequence[Row]) -> None:
-    layers, growths = np.array([(_place(row.name)[0], row.max_growth) for row in rows]).T
+def _draw_growth(axes: Axes, rows: Sequence[_Row]) -> None:
+    layers, growths = np.array([(_place(row.name)[0], row.max / row.bound) for row in rows]).T
     axes.axhline(1.0, **GUIDE_LINE)
     title, lines = "Growth: largest |w| / Xavier's bound", _points(rows, layers, growths)
     panel(axes, title, "layer (-1: not numbered)", "growth", lines)
@@ -192,7 +204,7 @@ def optimization_distance(sources: Sequence[Path]) -> Figure:
         gone: Iterable[Floats] = [np.abs(weights.pooled("effective") - weights.pooled("initial"))]
     else:
         lr, start, draw = _PAPER_LR, "a fresh Xavier start", np.random.default_rng(0).uniform
-        gone = (np.abs(w - draw(-bound, bound, len(w))) for w, bound in _curved(sources[0]))
+        gone = (np.abs(w - draw(-bound, bound, len(w))) for _, w, bound in _curved(sources[0]))
     distance, share, mean = _tail(gone)
     figure, (left, right) = sheet(2, 2, (5.4, 4.6))
     edges, beyond = distance[::_COARSE], share[::_COARSE]

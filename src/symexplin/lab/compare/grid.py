@@ -12,14 +12,12 @@ from symexplin.lab.maps import CurveConfig
 from symexplin.lab.settings import Count, Pairs, Positive, Schema, Whole, from_table, to_table
 
 __all__ = [
-    *("BASELINE", "COMPARISON", "CONFIG", "DEMO", "LABELS", "PROCESSES", "RUNS", "VARIANTS"),
+    *("BASELINE", "COMPARISON", "CONFIG", "LABELS", "PROCESSES", "RUNS", "VARIANTS"),
     *("Cell", "ClusterConfig", "CompareConfig", "GridConfig"),
 ]
 
 # Files of a comparison's folder: its configuration, its result, the folders of its runs, and files of their processes.
 CONFIG, COMPARISON, RUNS, PROCESSES = "compare.toml", "comparison.json", "runs", "processes"
-# The first file in the folder of a demo, which becomes that of its comparison.
-DEMO = ".symexplin-demo"
 
 BASELINE = "AdamW"
 # What each named variant changes in the table [sel], and in those of training and of the model.

@@ -17,7 +17,7 @@ from symexplin.lab.compare.launch import Task, gpus_here, threads_each
 from symexplin.lab.config import absolute, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, replace_file
-from symexplin.lab.folders import FACTS, RESULT, read_facts, saved_config
+from symexplin.lab.folders import FACTS, RESULT, saved_config
 from symexplin.lab.identity import of_command, of_config
 from symexplin.lab.maps import map_of
 from symexplin.lab.provenance import provenance
@@ -142,7 +142,7 @@ class Laboratory:
                 "model": {"parameters": next((r["parameters"] for r in results if "parameters" in r), None)},
                 "config": config.table(),
                 # Where the first run began: on a cluster this is another machine.
-                "provenance": read_facts(folder / RUNS / cells[0].name)["provenance"],
+                "provenance": read_json(folder / RUNS / cells[0].name / FACTS)["provenance"],
             },
         }
 

@@ -15,7 +15,7 @@ from symexplin.lab.compare.grid import PROCESSES, ClusterConfig
 from symexplin.lab.files import read_json, write_json
 from symexplin.lab.folders import FACTS, RESULT
 from symexplin.lab.identity import of_command
-from symexplin.lab.process import StopSignals, end_with_parent, signal_name
+from symexplin.lab.process import StopSignals, end_with_parent
 from symexplin.lab.provenance import cores
 
 __all__ = [
@@ -240,7 +240,7 @@ class _Process:
             late = f"it took longer than --timeout {timeout:g} minutes, and was stopped"
             return late + (killed if status == -signal.SIGKILL else "")
         if status < 0:
-            return f"{signal_name(-status)} killed its process, perhaps for lack of memory (try fewer --jobs)"
+            return f"signal {-status} killed its process, perhaps for lack of memory (try fewer --jobs)"
         said = last_lines(self._log_path)
         if not status:
             return f"it ended without {str(self.task.result)!r}, such as {EXAMPLE}: {said}"

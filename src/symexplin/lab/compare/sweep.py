@@ -19,7 +19,7 @@ from pathlib import Path
 from symexplin.lab.compare.cells import text_table
 from symexplin.lab.compare.cluster import hand_over, queued
 from symexplin.lab.compare.comparison import Comparison, Run, decimals
-from symexplin.lab.compare.grid import CONFIG, DEMO, RUNS, Cell, GridConfig
+from symexplin.lab.compare.grid import CONFIG, RUNS, Cell, GridConfig
 from symexplin.lab.compare.kinds import Command, Laboratory
 from symexplin.lab.compare.launch import Task, execute, has_ended
 from symexplin.lab.compare.result import read_run
@@ -77,7 +77,7 @@ def opened(kind: Kind, out: str | Path, resume: bool, mix_code: bool, echo: Echo
     """Claim the folder of a comparison, and check it."""
     if not kind.grid.on_cluster and (kind.grid.jobs or 1) > cores():
         raise ValueError(f"jobs must be at most {cores()}, the cores available to this process, got {kind.grid.jobs}")
-    with claimed(out, "comparison", {CONFIG, DEMO}) as folder:
+    with claimed(out, "comparison", {CONFIG}) as folder:
         check_unused(folder / CONFIG, "a comparison", resume)
         most = f"{'up to ' if kind.grid.confirm_seeds else ''}{kind.grid.most_runs} runs"
         echo(f"{name}{kind.about}; {most}")

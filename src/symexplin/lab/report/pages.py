@@ -61,7 +61,6 @@ class Section:
     note: str = ""
     sentences: Sequence[str] = ()
     figures: Sequence[Chart] = ()
-    text: str = ""
     link: str = ""
     folded: bool = False
 
@@ -110,9 +109,6 @@ def _sections(comparison: Comparison) -> Iterator[Section]:
         sentences=comparison.notes,
         figures=comparison_figures(comparison),
     )
-    if sample := comparison.facts.get("sample"):
-        about = f"The start of a document by {comparison.label(sample['variant'])} at learning rate {sample['lr']:g}."
-        yield Section("What it writes", note=about, text=sample["text"])
     yield Section("All runs", grids=[Grid(run_cells(comparison))], folded=True)
     maps = {f"map of {comparison.label(variant)}": _map(curve) for variant, curve in comparison.maps.items()}
     config, *others = (comparison.facts.get(key, {}) for key in ("config", "command", "corpus", "model", "provenance"))
