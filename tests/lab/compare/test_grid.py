@@ -77,7 +77,7 @@ def test_the_baseline_is_the_named_one_or_adamw_or_the_first_variant(variants, n
         ({"variant": {"mine": {}}}, "variants must have 'mine', which is defined, got AdamW, default"),
         (
             {"variant": {"mine": {"home": "none", "preset": "paper"}}},
-            "variant mine: home 'none' means ordinary weights: leave out preset",
+            "variant mine: preset must be left out for home 'none', got 'paper'",
         ),
         ({"variant": {"AdamW": {}}}, "variant must have a new name.*got 'AdamW'"),
         ({"variant": {"mine": 3}}, r"\[variant.mine\] must be a table, got 3"),

@@ -220,8 +220,6 @@ class CompareConfig(RunConfig):
                 if not isinstance(changes, Mapping) or changes.keys() - set(allowed):
                     raise ValueError(f"{name} must be a table with keys among {', '.join(allowed)}, got {changes!r}")
             own = {key: value for key, value in table.items() if key not in _CHANGES}
-            if own.get("home") == "none" and len(own) > 1:
-                raise ValueError(f"home 'none' means ordinary weights: leave out {', '.join(own.keys() - {'home'})}")
             curve = from_table(CurveConfig, {**to_table(self.sel), **own})
             place = {"lr": cell.lr, "seed": cell.seed}
             train = from_table(TrainConfig, {**to_table(self.train), **table.get("train", {}), **place})
