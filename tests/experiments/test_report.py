@@ -1,5 +1,4 @@
 import csv
-import json
 import re
 
 import pytest
@@ -7,6 +6,7 @@ import pytest
 from pages import Page
 from symexplin.experiments.report import report_table
 from symexplin.experiments.tables import load_table
+from symexplin.lab.compare.comparison import Comparison
 from table_folders import table_folder
 
 BASE = {"AdamW": 2.0, "full": 1.9, "fixed_curvature": 1.85, "fixed_pathways": 1.99, "frozen": 2.05}
@@ -79,15 +79,15 @@ def test_verdicts_are_the_same_on_the_page_the_terminal_and_in_the_csv(frozen):
 
 def test_numbers_of_the_csv_are_the_comparisons(frozen):
     folder = frozen[0]
-    found = json.loads((folder / "panels/128x4/comparison.json").read_text())
+    found = Comparison.load(folder / "panels/128x4")
     rows = rows_of(folder / "table.csv")
-    assert len(rows) == 2 * len(found["best"])
+    assert len(rows) == 2 * len(found.best)
     for kind, side in (("own best rate", "best"), ("shared rate", "shared")):
         chosen = [row for row in rows if row["compared_at"] == kind]
-        for row, wanted in zip(chosen, found[side], strict=True):
-            assert (row["panel"], row["stands_for"], row["variant"]) == ("128x4", "1024x12", wanted["variant"])
+        for row, wanted in zip(chosen, found.rows(side), strict=True):
+            assert (row["panel"], row["stands_for"], row["variant"]) == ("128x4", "1024x12", wanted.variant)
             for name in ("loss", "delta", "speedup"):
-                expected = wanted[name]
+                expected = getattr(wanted, name)
                 assert (row[name] == "") if expected is None else float(row[name]) == pytest.approx(expected, abs=1e-6)
     full = next(row for row in rows if row["variant"] == "full")
     assert float(full["paper_delta"]) == pytest.approx(2.9295 - 2.9522)

@@ -6,6 +6,7 @@ import torch
 
 from executors import executed, in_process  # noqa: F401 (a fixture)
 from symexplin.lab.compare.comparison import Comparison
+from symexplin.lab.compare.words import verdict
 from symexplin.lab.data.batches import Corpus, eval_batches
 from symexplin.lab.demo import DemoConfig, run_demo
 from symexplin.lab.evaluate import evaluate
@@ -59,13 +60,13 @@ def test_it_compares_on_its_data_and_writes_what_it_promises(finished, data):
     assert {path.name for path in folder.iterdir()} == FILES | {"processes"}
     assert Comparison.load(folder).runs == comparison.runs
     assert {path.name for path in (folder / "runs").iterdir()} == RUNS
-    assert all(sentence in "\n".join(lines) for sentence in comparison.verdict)
+    assert all(sentence in "\n".join(lines) for sentence in verdict(comparison))
     assert Corpus.load(folder / "data").fingerprint == Corpus.load(data).fingerprint
     for run in comparison.runs:
         assert ([step for step, _ in run.curve] == [0, 1, 2, 3, 4, 5, 6]) == (run.lr == 1e-3)
         assert bool(run.error) == (run.lr == 1e30)
     page = (folder / "report.html").read_text()
-    assert page.count("<p>", 0, page.index("<svg")) == len(comparison.verdict) == 2
+    assert page.count("<p>", 0, page.index("<svg")) == len(verdict(comparison)) == 2
     assert "paper&#39;s method" in page
     assert DemoConfig().comparison("").compare.jobs == min(2, cores())
 
@@ -140,7 +141,7 @@ def test_its_size_has_bounds(pace, steps, text, tmp_path, monkeypatch):
 def test_fresh_seeds_judge(text, tmp_path):
     comparison = run_demo(tmp_path, tiny(text, lrs=(1e-3, 2e-3), judges=DemoConfig.judges))
     assert comparison.counted_seeds == (1, 2, 3)
-    assert "99% interval" in comparison.verdict[0]
+    assert "99% interval" in verdict(comparison)[0]
 
 
 def test_one_interrupted_in_its_preparation_begins_again(text, tmp_path, monkeypatch):

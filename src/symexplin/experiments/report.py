@@ -7,10 +7,11 @@ from typing import Any
 from symexplin.experiments.claims import VERDICTS, ClaimVerdict, PanelResult, judge, reported_gap
 from symexplin.experiments.tables import PANELS, Table, read_table
 from symexplin.lab.compare.cells import Cell, Column, cells
-from symexplin.lab.compare.comparison import ONE_LR, Comparison, Row
+from symexplin.lab.compare.comparison import Comparison, Row
+from symexplin.lab.compare.words import ONE_LR
 from symexplin.lab.files import write_csv
 from symexplin.lab.report.charts import comparison_figures
-from symexplin.lab.report.pages import Card, Grid, Section, reading, write_page
+from symexplin.lab.report.pages import Card, Grid, Section, write_page
 
 __all__ = ["report_table"]
 
@@ -41,16 +42,15 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
         echo: takes what is missing and the verdict on each claim as lines of text.
     """
     out = Path(out)
-    with reading(out):
-        outcome = read_table(out)
-        losses = outcome.reported.get("loss", {})
-        judged = [judge(claim, outcome.panels, losses, outcome.scale) for claim in outcome.claims]
-        claims = [claim for claim in judged if claim.panels]
-        headline = _headline(outcome, claims)
-        finished = [(panel, panel.comparison) for panel in outcome.panels if panel.comparison]
-        write_csv(out / _RESULTS, [row for pair in finished for row in _rows(outcome, *pair)])
-        write_csv(out / _CLAIMS, [row for claim in claims for row in _claim_rows(outcome, claim)])
-        page = write_page(out, outcome.title, list(_sections(outcome, out, headline, claims, finished)))
+    outcome = read_table(out)
+    losses = outcome.reported.get("loss", {})
+    judged = [judge(claim, outcome.panels, losses, outcome.scale) for claim in outcome.claims]
+    claims = [claim for claim in judged if claim.panels]
+    headline = _headline(outcome, claims)
+    finished = [(panel, panel.comparison) for panel in outcome.panels if panel.comparison]
+    write_csv(out / _RESULTS, [row for pair in finished for row in _rows(outcome, *pair)])
+    write_csv(out / _CLAIMS, [row for claim in claims for row in _claim_rows(outcome, claim)])
+    page = write_page(out, outcome.title, list(_sections(outcome, out, headline, claims, finished)))
     lines = ["", *headline]
     for claim in claims:
         lines += [f"{claim.verdict}: {claim.claim.text}", *(f"  {panel.sentence}" for panel in claim.panels)]

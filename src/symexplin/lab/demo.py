@@ -117,7 +117,7 @@ def run_demo(out: str | Path, config: DemoConfig, echo: Callable[[str], None] = 
         about = {"variant": run.variant, "lr": run.lr, "seed": run.seed, "text": words}
         comparison = dataclasses.replace(comparison, facts={**comparison.facts, "sample": about})
         comparison.save(folder)
-        report_comparison(folder)
+        report_comparison(comparison)
         replace_file(folder / _SAMPLE, words + "\n")
     echo(f"plain weights: {comparison.folder_of(run) / MODEL}")
     return comparison

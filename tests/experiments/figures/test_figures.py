@@ -36,7 +36,7 @@ def test_a_figure_is_written_with_its_text_and_the_same_each_time(tmp_path):
         ("loss_curves", ["."], "a comparison or a table, or a run .*, got '.'"),
         ("heavy_tail", ["."], "give a safetensors file, or a folder"),
         ("raw_effective", ["no/such"], "no/such"),
-        ("mechanism_ablations", ["damaged"], "damaged, or of another version of symexplin: delete it"),
+        ("mechanism_ablations", ["damaged"], "damaged, or of another version of symexplin: 'runs' is missing"),
         (
             "loss_curves",
             ["command"],

@@ -46,12 +46,6 @@ _ENTRY = 0.25  # inches of a row of a legend
 _HATCHED: dict[str, Any] = {"facecolor": "white", "hatch": "///"}
 
 
-def _draw_rows(axes: Axes, compared: Comparison, title: str, rows: Sequence[Row], **options: float) -> None:
-    cells = [(row.variant, row.lr) for row in rows]
-    labels = {variant: compared.label(variant) for variant in compared.variants}
-    draw_losses(axes, title, compared, cells, labels, **options)
-
-
 def _size(compared: Comparison) -> tuple[int, int]:
     """Return width and depth of the model."""
     model = compared.facts["config"]["model"]
@@ -77,7 +71,7 @@ def loss_curves(sources: Sequence[Path]) -> Figure:
     for axes, compared in zip(places, panels, strict=True):
         best = compared.leader(compared.variants[1:])
         rows = [compared.rows("best")[0], *([best] if best else [])]
-        _draw_rows(axes, compared, _title(compared), rows)
+        draw_losses(axes, _title(compared), compared, rows)
         text = f"Δ = {_gap(best) if best else 'not finite'}" + ("\n1 seed" if len(compared.counted_seeds) == 1 else "")
         axes.text(0.97, 0.95, text, transform=axes.transAxes, ha="right", va="top")
     return figure
@@ -89,7 +83,7 @@ def mechanism_ablations(sources: Sequence[Path]) -> Figure:
     most = max(len(compared.variants) for compared in panels)
     figure, places = sheet(2 * len(panels), 2, (6.0, max(5.4, 2.4 + 0.7 * most)))
     for compared, left, right in zip(panels, places[::2], places[1::2], strict=True):
-        _draw_rows(left, compared, _title(compared), compared.rows("best"))
+        draw_losses(left, _title(compared), compared, compared.rows("best"))
         _draw_bars(right, compared)
     return figure
 
@@ -125,7 +119,7 @@ def optimizer_equivalence(sources: Sequence[Path]) -> Figure:
     compared = comparisons(sources)[0]
     homes = _homes(compared)
     figure, (left, right) = sheet(2, 2, (5.4, 4.4))
-    _draw_rows(left, compared, _title(compared), homes)
+    draw_losses(left, _title(compared), compared, homes)
     module, optimizer = (compared.finite(row.variant, row.lr) for row in homes)
     gaps = {
         seed: np.array(run.curve) - np.array(module[seed].curve) for seed, run in optimizer.items() if seed in module
@@ -158,7 +152,7 @@ def lr_annealing(sources: Sequence[Path]) -> Figure:
         variants = ", ".join(compared.variants)
         raise ValueError(f"sources must be a comparison with a variant whose scales are annealed, got {variants}")
     figure, (left, right) = sheet(2, 2, (5.4, 4.4))
-    _draw_rows(left, compared, f"Loss after {100 * _LATE:.0f}% of the steps", compared.rows("best"), early=_LATE)
+    draw_losses(left, f"Loss after {100 * _LATE:.0f}% of the steps", compared, compared.rows("best"), early=_LATE)
     variant, lr = annealed.variant, annealed.lr or 0.0
     title = f"Mean scales: {compared.label(variant)}, lr {lr:g}"
     panel(right, title, STEPS, "scale", _trajectories(compared, variant, lr))
