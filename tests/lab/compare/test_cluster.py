@@ -63,7 +63,7 @@ def executed(script, index):
 
 
 def test_a_script_for_each_wish_asks_slurm_for_it(tmp_path):
-    wishes = {"partition": "wide", "cpus": 3, "walltime": 20, "memory": 4, "sbatch": {"qos": "low", "exclusive": True}}
+    wishes = {"cpus": 3, "walltime": 20, "sbatch": {"partition": "wide", "comment": "two words", "exclusive": True}}
     tasks = [
         task(tmp_path, "a", gpus=1, **wishes),
         task(tmp_path, "b", gpus=8, **wishes),
@@ -75,7 +75,7 @@ def test_a_script_for_each_wish_asks_slurm_for_it(tmp_path):
         f"{count} to submit: sbatch {script}; then --resume collects what has ended"
         for count, script in (("2 runs", first), ("1 run", second))
     ]
-    everywhere = {"partition=wide", "cpus-per-task=3", "time=20", "mem=4G", "qos=low", "exclusive", "signal=TERM@60"}
+    everywhere = {"partition=wide", 'comment="two words"', "cpus-per-task=3", "time=20", "exclusive", "signal=TERM@60"}
     assert everywhere | {"array=1-2%2", "gpus-per-node=1", "no-requeue"} <= options(first)
     assert everywhere | {"array=1-1%2", "gpus-per-node=8"} <= options(second)
     edited = first.read_text().replace("time=20", "time=30")

@@ -11,7 +11,7 @@ import pytest
 from executors import executed, in_process  # noqa: F401 (a fixture)
 from symexplin.lab.compare import launch
 from symexplin.lab.compare.grid import Cell, ClusterConfig, CompareConfig, GridConfig
-from symexplin.lab.compare.kinds import CommandConfig, Laboratory, configured
+from symexplin.lab.compare.kinds import Command, Laboratory, configured
 from symexplin.lab.compare.sweep import compare
 from symexplin.lab.config import ComputeConfig, LogConfig, TrainConfig
 from symexplin.lab.model import ModelConfig, Transformer
@@ -157,10 +157,9 @@ def test_runs_get_their_share_of_the_machine(data, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "cores", lambda: 6)
     here = dataclasses.replace(tiny(data, jobs=2), compute=ComputeConfig())
     task, compute = task_of(here, tmp_path)
-    assert (compute["threads"], task.on_gpu, task.command[1:3]) == (3, True, ["-m", "symexplin"])
+    assert (compute["threads"], task.command[1:3]) == (3, ["-m", "symexplin"])
     task, _ = task_of(dataclasses.replace(here, cluster=ClusterConfig(gpus=8)), tmp_path)
     assert (task.command[1:6][-1], task.places) == ("8", 8)
-    assert not task_of(tiny(data), tmp_path)[0].on_gpu
 
 
 @pytest.mark.parametrize(
@@ -198,7 +197,7 @@ def grid(*variants, **changes):
 
 
 def test_a_command_gets_all_digits_of_a_learning_rate_and_other_braces_stay(tmp_path):
-    config = CommandConfig(sys.executable + """ {variant} {lr} '{"x": {{seed}}} y' {out}""", grid("a", "b"))
+    config = Command(sys.executable + """ {variant} {lr} '{"x": {{seed}}} y' {out}""", grid("a", "b"))
     words = config.words(Cell("a", 0.00123456789, 0), tmp_path)
     assert words[1:] == ["a", "0.00123456789", '{"x": {0}} y', str(tmp_path)]
 
@@ -220,7 +219,7 @@ def test_a_command_gets_all_digits_of_a_learning_rate_and_other_braces_stay(tmp_
 )
 def test_a_command_that_cannot_run_is_refused(text, changes, said):
     with pytest.raises(ValueError, match=said):
-        CommandConfig(text, GridConfig(**{"variants": ("a", "b"), "lrs": (0.1, 0.2), "seeds": (0,), **changes}))
+        Command(text, GridConfig(**{"variants": ("a", "b"), "lrs": (0.1, 0.2), "seeds": (0,), **changes}))
 
 
 def test_tables_of_settings_say_what_is_compared(tmp_path):

@@ -162,12 +162,8 @@ def test_each_run_has_gpus_of_its_own(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     tells = "import os, pathlib, time; time.sleep(0.5); p = pathlib.Path('{}', 'result.json')\n"
     tells += "p.write_text(os.environ.get('CUDA_VISIBLE_DEVICES', 'none'))"
-    asked = {"a": {}, "b": {}, "both": {"gpus": 2}, "plain": {}}
-    work = [
-        task(tmp_path / "runs" / name, tells, **wishes)._replace(on_gpu=name != "plain")
-        for name, wishes in asked.items()
-    ]
+    work = [task(tmp_path / "runs" / name, tells, gpus=gpus) for name, gpus in {"a": 1, "b": 1, "both": 2}.items()]
     run(work, 2)
-    assert [task.result.read_text() for task in work] == ["GPU-0a", "GPU-1b", "GPU-0a,GPU-1b", "none"]
-    run([task(tmp_path / "runs" / "alone", tells)._replace(on_gpu=True)], 1)
+    assert [task.result.read_text() for task in work] == ["GPU-0a", "GPU-1b", "GPU-0a,GPU-1b"]
+    run([task(tmp_path / "runs" / "alone", tells)], 1)
     assert (tmp_path / "runs" / "alone" / "result.json").read_text() == "none"  # it may use them all

@@ -149,5 +149,8 @@ def test_a_page_has_curves_at_the_best_rates_if_they_differ(tmp_path, monkeypatc
         axes = Figure().add_subplot()
         sweep.svg(axes)
         assert lines(axes)["AdamW"].get_ydata()[-1] == pytest.approx(end)
-    content = loaded(tmp_path, lambda run: dataclasses.replace(run, curve=run.curve[-1:]))  # a command without curves
+    # A command without curves, one of whose runs diverged.
+    content = loaded(tmp_path, lambda run: dataclasses.replace(run, curve=run.curve[-1:]))
+    lost = dataclasses.replace(content.runs[-1], curve=(), error="loss is nan")
+    content = dataclasses.replace(content, runs=(*content.runs[:-1], lost))
     assert [figure.caption for figure in comparison_figures(content)] == [sweep.caption]

@@ -70,7 +70,7 @@ def loss_curves(sources: Sequence[Path]) -> Figure:
     figure, places = sheet(len(panels), min(_ABREAST, len(panels)))
     for axes, compared in zip(places, panels, strict=True):
         best = compared.leader(compared.variants[1:])
-        rows = [compared.rows("best")[0], *([best] if best else [])]
+        rows = [compared.best[0], *([best] if best else [])]
         draw_losses(axes, _title(compared), compared, rows)
         text = f"Δ = {_gap(best) if best else 'not finite'}" + ("\n1 seed" if len(compared.counted_seeds) == 1 else "")
         axes.text(0.97, 0.95, text, transform=axes.transAxes, ha="right", va="top")
@@ -83,14 +83,14 @@ def mechanism_ablations(sources: Sequence[Path]) -> Figure:
     most = max(len(compared.variants) for compared in panels)
     figure, places = sheet(2 * len(panels), 2, (6.0, max(5.4, 2.4 + 0.7 * most)))
     for compared, left, right in zip(panels, places[::2], places[1::2], strict=True):
-        draw_losses(left, _title(compared), compared, compared.rows("best"))
+        draw_losses(left, _title(compared), compared, compared.best)
         _draw_bars(right, compared)
     return figure
 
 
 def _draw_bars(axes: Axes, compared: Comparison) -> None:
     """Draw a full bar at a variant's own best learning rate, a hatched one at the shared rate, points for seeds."""
-    _, *variants = zip(compared.rows("best"), compared.rows("shared"), strict=True)
+    _, *variants = zip(compared.best, compared.shared, strict=True)
     variants.sort(key=lambda rows: math.inf if rows[0].delta is None else rows[0].delta)
     for place, (best, shared) in enumerate(variants):
         color = COLORS[styles(compared.variants)[best.variant] % len(COLORS)]
@@ -136,7 +136,7 @@ def optimizer_equivalence(sources: Sequence[Path]) -> Figure:
 def _homes(compared: Comparison) -> tuple[Row, Row]:
     """Return the shared rows of the first two variants that differ only in the home of the map."""
     maps = compared.maps
-    for rows in itertools.permutations(compared.rows("shared"), 2):
+    for rows in itertools.permutations(compared.shared, 2):
         module, optimizer = (maps[row.variant] for row in rows)
         if module and optimizer and module["home"] == "module" and {**module, "home": "optimizer"} == optimizer:
             return rows
@@ -147,12 +147,12 @@ def _homes(compared: Comparison) -> tuple[Row, Row]:
 def lr_annealing(sources: Sequence[Path]) -> Figure:
     """Draw late losses, and the mean scales during training."""
     compared = comparisons(sources)[0]
-    annealed = next((row for row in compared.rows("best") if row.lr and _is_annealed(compared, row)), None)
+    annealed = next((row for row in compared.best if row.lr and _is_annealed(compared, row)), None)
     if annealed is None:
         variants = ", ".join(compared.variants)
         raise ValueError(f"sources must be a comparison with a variant whose scales are annealed, got {variants}")
     figure, (left, right) = sheet(2, 2, (5.4, 4.4))
-    draw_losses(left, f"Loss after {100 * _LATE:.0f}% of the steps", compared, compared.rows("best"), early=_LATE)
+    draw_losses(left, f"Loss after {100 * _LATE:.0f}% of the steps", compared, compared.best, early=_LATE)
     variant, lr = annealed.variant, annealed.lr or 0.0
     title = f"Mean scales: {compared.label(variant)}, lr {lr:g}"
     panel(right, title, STEPS, "scale", _trajectories(compared, variant, lr))

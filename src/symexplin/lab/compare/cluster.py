@@ -110,12 +110,9 @@ def _script(tasks: Sequence[Task], place: Path, out: Path, at_a_time: int | None
     options = {
         "job-name": "symexplin",
         "array": f"1-{len(tasks)}{limit}",
-        "partition": cluster.partition,
-        "account": cluster.account,
         "time": cluster.walltime,
         "cpus-per-task": cluster.cpus,
         "gpus-per-node": cluster.gpus or None,
-        "mem": None if cluster.memory is None else f"{cluster.memory}G",
         "requeue" if requeues else "no-requeue": True,
         "open-mode": "append",
         "signal": "TERM@60",  # seconds before the end of its time, in which a run may save itself

@@ -23,17 +23,15 @@ from symexplin.lab.maps import map_of
 from symexplin.lab.provenance import provenance
 from symexplin.lab.settings import Schema, dump_toml, from_table, load_toml, merge, to_table
 
-__all__ = ["Command", "CommandConfig", "Laboratory", "configured", "kind_of"]
-
-_PLACES = ("variant", "lr", "seed", "out")
+__all__ = ["Command", "Laboratory", "configured", "kind_of"]
 
 
-def kind_of(config: "CompareConfig | CommandConfig") -> "Laboratory | Command":
+def kind_of(config: "CompareConfig | Command") -> "Laboratory | Command":
     """Return the runs that a configuration describes."""
-    return Command(config) if isinstance(config, CommandConfig) else Laboratory(config)
+    return config if isinstance(config, Command) else Laboratory(config)
 
 
-def configured(out: str | Path, *tables: Mapping[str, Any], resume: bool) -> "CommandConfig | CompareConfig":
+def configured(out: str | Path, *tables: Mapping[str, Any], resume: bool) -> "Command | CompareConfig":
     """Return the comparison that tables of settings describe; later tables override earlier ones.
 
     With `resume` all of them override the settings saved in the folder `out`, if it has any.
@@ -43,7 +41,7 @@ def configured(out: str | Path, *tables: Mapping[str, Any], resume: bool) -> "Co
     table = functools.reduce(merge, tables, saved)
     if "command" not in table:
         return from_table(CompareConfig, table)
-    return from_table(CommandConfig, {**table, "cwd": str(Path(table.get("cwd", ".")).resolve())})
+    return from_table(Command, {**table, "cwd": str(Path(table.get("cwd", ".")).resolve())})
 
 
 # --- Runs of the laboratory ------------------------------------------------------------------------------------------
@@ -81,8 +79,7 @@ class Laboratory:
         config = self._config.run(cell)
         train, model = config.train, config.model
         work = float(train.steps * train.batch_size * model.context * model.depth * model.width**2)
-        on_gpu = config.compute.device in ("auto", "cuda")
-        task = Task(label, folder, [], self._config.cluster, on_gpu, work, resumes=True)
+        task = Task(label, folder, [], self._config.cluster, work, resumes=True)
         file = task.file(".toml")
         replace_file(file, dump_toml(to_table(config)))
         several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(task.places)]
@@ -147,8 +144,8 @@ def _map(config: CompareConfig, variant: str) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True)
-class CommandConfig(Schema):
-    """A comparison of the runs of one command.
+class Command(Schema):
+    """Runs of one command of the user's own, and their settings.
 
     Args:
         command: the command of a run, with the places {variant}, {lr}, {seed} and {out}. It is split into words as by a
@@ -170,7 +167,7 @@ class CommandConfig(Schema):
         with naming(f"command must be words as for a shell, got {self.command!r}"):
             words = shlex.split(self.command)
         optional = {"lr": len(grid.lrs) == 1, "seed": len(grid.seeds + grid.confirm_seeds) == 1}
-        for name in _PLACES:
+        for name in ("variant", "lr", "seed", "out"):
             if f"{{{name}}}" not in self.command and not optional.get(name):
                 raise ValueError(f"command must have the placeholder {{{name}}}, got {self.command!r}")
         if not grid.on_cluster and shutil.which(words[0]) is None:
@@ -184,38 +181,33 @@ class CommandConfig(Schema):
 
     def words(self, cell: Cell, out: Path) -> list[str]:
         """Return the words of the command of one run, with the absolute path of its folder."""
-        values = dict(
-            zip(_PLACES, (cell.variant, str(float(cell.lr)), str(cell.seed), str(out.resolve())), strict=True)
-        )
-        place = rf"\{{({'|'.join(_PLACES)})\}}"
+        values = {"variant": cell.variant, "lr": str(float(cell.lr)), "seed": str(cell.seed), "out": str(out.resolve())}
+        place = r"\{(variant|lr|seed|out)\}"
         return [re.sub(place, lambda found: values[found[1]], word) for word in shlex.split(self.command)]
 
-
-class Command:
-    """Runs of a program of the user's own."""
-
-    def __init__(self, config: CommandConfig) -> None:
-        self._config, self.grid = config, config.compare
+    @property
+    def grid(self) -> GridConfig:
+        """Which runs are compared."""
+        return self.compare
 
     def table(self) -> dict[str, Any]:
         """Return the settings to save."""
-        return to_table(self._config)
+        return to_table(self)
 
     @property
     def about(self) -> str:
         """The first line of the log."""
-        return self._config.command
+        return self.command
 
     def task(self, label: str, cell: Cell, folder: Path) -> Task:
         """Return the task of a run in its folder, which is created."""
         folder.mkdir(parents=True, exist_ok=True)
-        words = self._config.words(cell, folder)
-        return Task(label, folder, words, self._config.cluster, on_gpu=True, cwd=self._config.cwd)
+        return Task(label, folder, self.words(cell, folder), self.cluster, cwd=self.cwd)
 
     def identity(self, cell: Cell, folder: Path) -> dict[str, Any]:
         """Return the identity that a run would have now."""
-        cwd = Path(self._config.cwd or Path.cwd())
-        return of_command(self._config.words(cell, folder), cwd, folder.resolve())
+        cwd = Path(self.cwd or Path.cwd())
+        return of_command(self.words(cell, folder), cwd, folder.resolve())
 
     def facts(self, folder: Path) -> dict[str, Any]:
         """Return the facts of a :class:`Comparison`: of its first run, the command and the files that it names."""

@@ -49,16 +49,14 @@ def has_ended(run: Path) -> bool:
 class Task(NamedTuple):
     """A run to execute.
 
-    `cluster` is what it asks for, `on_gpu` whether a process of this machine may have a GPU of its own, `work` how long
-    it takes relative to others, `resumes` whether it continues after it was stopped, and `cwd` the folder where a
-    command of the user's own is executed.
+    `cluster` is what it asks for, `work` how long it takes relative to others, `resumes` whether it continues after it
+    was stopped, and `cwd` the folder where a command of the user's own is executed.
     """
 
     label: str
     folder: Path
     command: list[str]
     cluster: ClusterConfig = ClusterConfig()
-    on_gpu: bool = False
     work: float = 1.0
     resumes: bool = False
     cwd: str | None = None
@@ -179,7 +177,7 @@ class _Process:
     def __init__(self, task: Task, jobs: int, gpus: Sequence[str]) -> None:
         self.task, self.began = task, time.monotonic()
         self.stopped: float | None = None  # when SIGTERM was sent
-        self.gpus = gpus[: task.places] if task.on_gpu and max(jobs, task.places) > 1 else []
+        self.gpus = gpus[: task.places] if max(jobs, task.places) > 1 else []
         self._log_path = task.file(".log")
         task.begin()
         threads = {"OMP_NUM_THREADS": str(threads_each(jobs))} if jobs > 1 else {}

@@ -130,7 +130,7 @@ class Sweep:
         self._echo, self._name = echo, name
         self._cells: list[Cell] = []  # of both stages, in order
         self._runs: dict[Cell, Run] = {}
-        self._left: dict[Path, tuple[Cell, str]] = {}  # with their labels
+        self._left: dict[Path, Cell] = {}
         self._confirming = False
         self._jobs: Collection[Path] = ()  # folders of runs that are queued or run on a cluster
 
@@ -154,7 +154,7 @@ class Sweep:
             if has_ended(folder):
                 self._read(cell, label, " (already there)")
             else:
-                self._left[folder] = cell, label
+                self._left[folder] = cell
                 tasks.append(self.kind.task(label, cell, folder))
         if stale and not self._mix_code and any(task.folder not in self._jobs for task in tasks):
             raise mixed([*changed], stale, self.folder)
@@ -162,11 +162,11 @@ class Sweep:
 
     def ended(self, task: Task, reason: str | None, note: str = "") -> list[Task]:
         """Take the result of a run, or why it failed; return further runs to execute."""
-        cell, label = self._left.pop(task.folder)
+        cell = self._left.pop(task.folder)
         if reason is None:
-            self._read(cell, label, note)
+            self._read(cell, task.label, note)
         else:
-            self._fail(f"{label}: {reason}; correct that and --resume")
+            self._fail(f"{task.label}: {reason}; correct that and --resume")
             if task.cwd is not None:  # a command that failed may be corrected
                 (task.folder / FACTS).unlink(missing_ok=True)
         if self.failures and not self._runs:
