@@ -98,8 +98,8 @@ def test_all_panels_are_written_at_once_with_what_each_asks_for(data, tmp_path, 
     small = {"model": {"context": 8}, "compare": {"cluster": "slurm"}}
     config = ReproduceConfig("paper", (data,), variants=("AdamW", "mismatch"), set=small)
     assert reproduce("main_grid", tmp_path, config) is None
-    for number, gpus, widths in (("1", 1, (1024, 2048)), ("2", 8, (3072,))):
-        place = tmp_path / "cluster" / number
+    places = sorted((tmp_path / "cluster").iterdir(), key=lambda place: "3072x" in (place / "runs.txt").read_text())
+    for place, gpus, widths in zip(places, (1, 8), ((1024, 2048), (3072,)), strict=True):
         panels, commands = zip(
             *(line.split("\t") for line in (place / "runs.txt").read_text().splitlines()), strict=True
         )

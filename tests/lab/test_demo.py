@@ -4,6 +4,7 @@ import pytest
 
 from executors import in_process  # noqa: F401 (a fixture)
 from symexplin.lab.compare.grid import GridConfig
+from symexplin.lab.compare.words import verdict
 from symexplin.lab.config import ModelConfig, TrainConfig
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.demo import demo_config, run_demo
@@ -38,8 +39,8 @@ def test_it_compares_on_its_data_with_seeds_that_judge(text, data, tmp_path, pac
     assert Corpus.load(tmp_path / "data").fingerprint == Corpus.load(data).fingerprint
     assert comparison.variants == ("AdamW", "default", "paper")
     assert comparison.counted_seeds == (1, 2, 3)
-    assert "99% interval" in comparison.verdict[0]
-    assert all(sentence in "\n".join(lines) for sentence in comparison.verdict)
+    assert "99% interval" in verdict(comparison)[0]
+    assert all(sentence in "\n".join(lines) for sentence in verdict(comparison))
     assert "paper&#39;s method" in (tmp_path / "comparison" / "report.html").read_text()
     assert demo_config().compare.jobs == min(2, cores())
 

@@ -12,7 +12,8 @@ from statistics import fmean
 from typing import Literal, NamedTuple
 
 from symexplin.checks import check_choice
-from symexplin.lab.compare.comparison import Comparison, Row, Run, share_of_steps, steps_to
+from symexplin.lab.compare.comparison import Comparison, Row, Run
+from symexplin.lab.compare.curves import share_of_steps, steps_to
 from symexplin.lab.compare.interval import (
     BETTER,
     CHOSE,

@@ -6,8 +6,9 @@ from pathlib import Path
 from symexplin.experiments.claims import VERDICTS, ClaimVerdict, PanelResult, judge, reported_gap
 from symexplin.experiments.tables import PANELS, Table, read_table
 from symexplin.lab.compare.cells import Cell, Column, cells
-from symexplin.lab.compare.comparison import ONE_LR, Comparison, Row
+from symexplin.lab.compare.comparison import Comparison, Row
 from symexplin.lab.compare.grid import COMPARISON
+from symexplin.lab.compare.words import ONE_LR
 from symexplin.lab.report.charts import comparison_figures
 from symexplin.lab.report.pages import Card, Grid, Section, write_page
 

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +47,11 @@ def written(tasks, out, jobs=None, at_a_time=None, submit=False):
     return lines
 
 
+def script_of(line):
+    """Return the script that a line names."""
+    return Path(re.search(r"/\S*array\.sh", line)[0])
+
+
 def options(script):
     return {line.removeprefix("#SBATCH --") for line in script.read_text().splitlines() if line.startswith("#SBATCH")}
 
@@ -56,27 +63,27 @@ def executed(script, index):
 
 
 def test_a_script_for_each_wish_asks_slurm_for_it(tmp_path):
-    wishes = {"partition": "wide", "cpus": 3, "walltime": 20, "memory": 4, "sbatch": {"qos": "low", "exclusive": True}}
+    wishes = {"cpus": 3, "walltime": 20, "sbatch": {"partition": "wide", "comment": "two words", "exclusive": True}}
     tasks = [
         task(tmp_path, "a", gpus=1, **wishes),
         task(tmp_path, "b", gpus=8, **wishes),
         task(tmp_path, "c", gpus=1, **wishes),
     ]
-    first, second = (tmp_path / "cluster" / number / "array.sh" for number in "12")
-    assert written(tasks, tmp_path, at_a_time=2) == [
+    lines = written(tasks, tmp_path, at_a_time=2)
+    first, second = map(script_of, lines)
+    assert lines == [
         f"{count} to submit: sbatch {script}; then --resume collects what has ended"
         for count, script in (("2 runs", first), ("1 run", second))
     ]
-    everywhere = {"partition=wide", "cpus-per-task=3", "time=20", "mem=4G", "qos=low", "exclusive", "signal=TERM@60"}
+    everywhere = {"partition=wide", 'comment="two words"', "cpus-per-task=3", "time=20", "exclusive", "signal=TERM@60"}
     assert everywhere | {"array=1-2%2", "gpus-per-node=1", "no-requeue"} <= options(first)
     assert everywhere | {"array=1-1%2", "gpus-per-node=8"} <= options(second)
     edited = first.read_text().replace("time=20", "time=30")
     first.write_text(edited)
-    written(tasks, tmp_path, at_a_time=2)
+    assert written(tasks, tmp_path, at_a_time=2) == lines
     assert first.read_text() == edited
     again = [task(tmp_path, "a", resumes=True), task(tmp_path, "b", resumes=True, requeue=False)]
-    written(again, tmp_path)  # neither script was submitted
-    assert sorted(path.name for path in (tmp_path / "cluster").iterdir()) == ["1", "2"]
+    first, second = map(script_of, written(again, tmp_path))
     assert {"requeue", "time=240", "array=1-1"} <= options(first)
     assert "no-requeue" in options(second)
 
@@ -97,34 +104,34 @@ def test_a_task_counts_as_a_process_here_would(tmp_path, program):
     for each in tasks:
         each.result.write_text("{}")
     written(tasks, out)
+    (script,) = out.glob("cluster/*/array.sh")
     program("srun", 'shift; exec "$@"')
     program("scontrol", f'echo "$@" >> "{tmp_path}/requeued"')
-    statuses = [executed(out / "cluster" / "1" / "array.sh", index) for index in range(1, 6)]
+    statuses = [executed(script, index) for index in range(1, 6)]
     assert statuses == [0, 1, 1, 0, 143]
     assert [has_ended(each.folder) for each in tasks] == [True, False, True, False, False]
     assert (tmp_path / "requeued").read_text() == "requeue 7_5\n"
     assert json.loads(tasks[0].file(".json").read_text())["seconds"] >= 0
     assert tasks[1].file(".log").read_text() == "three\n"
 
-    assert executed(out / "cluster" / "1" / "array.sh", 9) == 0  # an array that somebody has made longer
     tasks[0].result.write_text("kept")
-    assert executed(out / "cluster" / "1" / "array.sh", 1) == 0  # submitted twice
+    assert executed(script, 1) == 0  # submitted twice
     assert tasks[0].result.read_text() == "kept"
 
 
 def test_what_is_queued_is_told_and_not_written_again(tmp_path, program):
     tasks = [task(tmp_path, name) for name in "abc"]
-    written(tasks, tmp_path)
-    script = tmp_path / "cluster" / "1" / "array.sh"
-    entries = [f"9|PENDING|Resources||{script}|", f"1|PENDING|Resources||{script}|", f"2|RUNNING|None|node1|{script}|"]
+    script = script_of(written(tasks, tmp_path)[0])
+    entries = [f"1|PENDING|Resources||{script}|", f"2|RUNNING|None|node1|{script}|"]
     lines = "\\n".join([*entries, f"3|FAILED|None|node1|{script}|", "1|RUNNING|None|node1|/other/array.sh|"])
     program("squeue", f"echo '{lines}'")
     jobs = queued(tmp_path)
     assert jobs == {tasks[0].folder: "waits (Resources)", tasks[1].folder: "running on node1"}
     tasks[2].file(".log").write_text("CUDA error: out of memory\n")
     program("sbatch", f"cp $2 {tmp_path}/submitted; echo '71;name'")
-    second = tmp_path / "cluster" / "2" / "array.sh"
-    assert written(tasks, tmp_path, jobs, submit=True) == [
+    lines = written(tasks, tmp_path, jobs, submit=True)
+    second = script_of(lines[-1])
+    assert lines == [
         "1 run: waits (Resources)",
         "1 run: running on node1",
         f"failed: c: CUDA error: out of memory (see {tasks[2].file('.log')})",
@@ -150,7 +157,8 @@ def test_a_comparison_on_a_cluster_says_what_it_lacks(tmp_path, program, monkeyp
     assert run(resume=False) is None
     with pytest.raises(ValueError, match="add --resume"):
         run(resume=False)
-    program("squeue", f"echo '2|PENDING|Priority||{out}/cluster/1/array.sh|'")
+    (script,) = out.glob("cluster/*/array.sh")
+    program("squeue", f"echo '2|PENDING|Priority||{script}|'")
     with pytest.raises(ValueError, match="cluster must be 'slurm' while 1 jobs of this comparison wait or run"):
         run(here)
     program("squeue", "echo 'unable to contact the controller' >&2; exit 1")

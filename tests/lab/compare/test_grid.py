@@ -77,7 +77,7 @@ def test_the_baseline_is_the_named_one_or_adamw_or_the_first_variant(variants, n
         ({"variant": {"mine": {}}}, "variants must have 'mine', which is defined, got AdamW, default"),
         (
             {"variant": {"mine": {"home": "none", "preset": "paper"}}},
-            "variant mine: home 'none' means ordinary weights: leave out preset",
+            "variant mine: preset must be left out for home 'none', got 'paper'",
         ),
         ({"variant": {"AdamW": {}}}, "variant must have a new name.*got 'AdamW'"),
         ({"variant": {"mine": 3}}, r"\[variant.mine\] must be a table, got 3"),
@@ -90,7 +90,7 @@ def test_the_baseline_is_the_named_one_or_adamw_or_the_first_variant(variants, n
             "variant mine: model must be a table with keys among init, qk_gain, got 3",
         ),
         ({"train": {"lr": 0.1}}, r"lr must be left to lrs in a comparison, got lr = 0\.1"),
-        ({"sel": {"preset": "paper"}}, r"\[sel\] may have only anneal_steps"),
+        ({"sel": {"preset": "paper"}}, r"\[sel\] must be left to a \[variant"),
     ],
 )
 def test_bad_comparisons_are_named(table, message):
@@ -130,7 +130,7 @@ def test_runs_differ_in_their_cell_and_in_what_their_variant_changes():
     """And a file says it all, without keys that no run has used."""
     grid = GridConfig(("AdamW", "strong", "flat", "normal"), (3e-3,), (4,))
     model = ModelConfig(width=WIDTH, vocab_size=300)
-    config = CompareConfig("data", model, TrainConfig(7), CurveConfig(anneal_steps=9), compare=grid, variant=OWN)
+    config = CompareConfig("data", model, TrainConfig(7), compare=grid, variant=OWN)
     runs = {cell.variant: config.run(cell) for cell in grid.cells()}
     train = {"steps": 7, "lr": 3e-3, "seed": 4}
     flat = {"weight_decay": 0.1, "betas": (0.9, 0.99), "floor": 0.1}
@@ -142,7 +142,7 @@ def test_runs_differ_in_their_cell_and_in_what_their_variant_changes():
     }
     assert {name: run.model.init for name, run in runs.items() if run.model != model} == {"normal": "xavier_normal"}
     assert {name: run.sel.anneal_steps for name, run in runs.items()}["strong"] == 5
-    assert runs["normal"].sel == CurveConfig(preset="paper", anneal_steps=9)
+    assert runs["normal"].sel == CurveConfig(preset="paper")
     assert all((run.data, run.compute, run.log) == ("data", config.compute, config.log) for run in runs.values())
     found = map_of(runs["strong"].sel, 128)
     assert (found.beta, found.e.pattern, found.e.k, found.l.k) == (15.0, "row_col_mult", (10.0, 2.0), (50.0, 8.0))
@@ -150,7 +150,6 @@ def test_runs_differ_in_their_cell_and_in_what_their_variant_changes():
     assert from_table(CompareConfig, config.table()).table() == config.table()
     assert "[variant.strong.map]" in dump_toml(config.table())
     assert to_table(config)["train"].keys() - config.table()["train"].keys() == {"lr", "seed"}
-    assert config.table()["sel"] == {"anneal_steps": 9}
 
 
 def curve_of(variant):

@@ -1,7 +1,6 @@
 """Comparisons of tiny runs of the laboratory, and what a command may be; a kill, with real processes."""
 
 import dataclasses
-import json
 import shutil
 import signal
 import subprocess
@@ -10,9 +9,9 @@ import sys
 import pytest
 
 from executors import executed, in_process  # noqa: F401 (a fixture)
-from symexplin.lab.compare import kinds, launch
+from symexplin.lab.compare import launch
 from symexplin.lab.compare.grid import Cell, ClusterConfig, CompareConfig, GridConfig
-from symexplin.lab.compare.kinds import Command, CommandConfig, Laboratory, configured
+from symexplin.lab.compare.kinds import Command, Laboratory, configured
 from symexplin.lab.compare.sweep import compare
 from symexplin.lab.config import ComputeConfig, LogConfig, TrainConfig
 from symexplin.lab.model import ModelConfig, Transformer
@@ -83,21 +82,14 @@ def test_a_finished_comparison_is_told_again_may_shrink_and_trains_a_removed_run
     assert numbers(small) == [run for run in numbers(finished[1]) if run[1:3] == (1e-2, 3)]
     assert bits(folder) == bits(finished[0])
     damaged = folder / "runs" / NAMES[0]
-    (damaged / "run.json").write_text("{}")  # the comparison cannot tell whether the run is its own
-    with pytest.raises(ValueError, match=rf"{NAMES[0]}/run.json' is damaged: remove '.*{NAMES[0]}', and --resume"):
-        compared(tiny(data), folder, resume=True)
     shutil.rmtree(damaged)
     assert numbers(compared(tiny(data), folder, resume=True)) == numbers(finished[1])
 
 
 @pytest.mark.usefixtures("in_process")
 def test_a_mistake_is_found_before_the_first_run_or_by_it(finished, data, tmp_path):
-    for changes, message in (
-        ({"model": ModelConfig(16, 1, 2, context=5000)}, "context must be below"),
-        ({"compare": GridConfig(jobs=1000)}, "jobs must be at most"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            compared(dataclasses.replace(tiny(data), **changes), tmp_path / "new" / "out")
+    with pytest.raises(ValueError, match="context must be below"):
+        compared(dataclasses.replace(tiny(data), model=ModelConfig(16, 1, 2, context=5000)), tmp_path / "new" / "out")
     assert not list(tmp_path.iterdir())
     own = {"on": {"home": "none", "train": {"frozen": ["*.nothing"]}}}
     grid = GridConfig(("on", "AdamW"), baseline="AdamW")
@@ -163,19 +155,11 @@ def task_of(config, out):
 
 def test_runs_get_their_share_of_the_machine(data, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "cores", lambda: 6)
-    monkeypatch.setattr(kinds, "gpus_here", lambda: ["0", "1"])
     here = dataclasses.replace(tiny(data, jobs=2), compute=ComputeConfig())
     task, compute = task_of(here, tmp_path)
-    assert (compute["threads"], task.on_gpu, task.command[1:3]) == (3, True, ["-m", "symexplin"])
+    assert (compute["threads"], task.command[1:3]) == (3, ["-m", "symexplin"])
     task, _ = task_of(dataclasses.replace(here, cluster=ClusterConfig(gpus=8)), tmp_path)
-    assert (task.command[1:6][-1], task.cluster.gpus) == ("2", 2)  # as many as there are
-    assert not task_of(tiny(data), tmp_path)[0].on_gpu
-    for gpus, said in ((["0", "1"], "has 2: each run uses all 2"), ([], "has none: each run uses the CPU")):
-        monkeypatch.setattr(kinds, "gpus_here", lambda gpus=gpus: gpus)
-        cluster = ClusterConfig(gpus=8)
-        command = CommandConfig(f"true {PLACES}", grid("a", "b"), cluster)
-        for kind in (Laboratory(dataclasses.replace(here, cluster=cluster)), Command(command)):
-            assert kind.about.endswith(f"; gpus is 8, but this machine {said}")
+    assert (task.command[1:6][-1], task.places) == ("8", 8)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +170,6 @@ def test_runs_get_their_share_of_the_machine(data, tmp_path, monkeypatch):
         ("cuda", None, ("cuda", 1)),
         ("cpu", None, ("cpu", 0)),
         ("auto", None, "device must be 'cuda' or 'cpu' with cluster 'slurm' and without gpus"),
-        ("cuda", 0, "gpus must be at least 1 for device 'cuda', got 0"),
     ],
 )
 def test_jobs_ask_for_what_their_device_needs(data, tmp_path, device, gpus, expected):
@@ -213,24 +196,15 @@ def grid(*variants, **changes):
     return GridConfig(variants, **{"lrs": (0.1, 0.2), "seeds": (0,), **changes})
 
 
-def test_a_command_gets_all_digits_of_a_learning_rate_and_other_braces_are_written_twice(tmp_path):
-    config = CommandConfig(f"{sys.executable} {{variant}} {{lr}} '{{{{x}}}} y' {{out}}", grid("a", "b"))
+def test_a_command_gets_all_digits_of_a_learning_rate_and_other_braces_stay(tmp_path):
+    config = Command(sys.executable + """ {variant} {lr} '{"x": {{seed}}} y' {out}""", grid("a", "b"))
     words = config.words(Cell("a", 0.00123456789, 0), tmp_path)
-    assert words[1:] == ["a", "0.00123456789", "{x} y", str(tmp_path)]
+    assert words[1:] == ["a", "0.00123456789", '{"x": {0}} y', str(tmp_path)]
 
 
 @pytest.mark.parametrize(
     ("text", "changes", "said"),
     [
-        (
-            f"true {PLACES} {{foo}}",
-            {},
-            r"only the placeholders \{variant\}, .*, got \{foo\} in .*; double any other braces",
-        ),
-        (f"true {PLACES} {{}}", {}, r"only the placeholders .*, got \{\} in"),
-        (f"true {PLACES} {{lr:>9}}", {}, "placeholders without ':' and '!'"),
-        (f"true {PLACES} {{lr!r}}", {}, "placeholders without ':' and '!'"),
-        (f"true {PLACES} {{", {}, "command must be words .* doubled, got"),
         ("true 'x {variant} {lr} {out}", {}, "command must be words as for a shell, .* No closing quotation"),
         ("", {}, r"command must have the placeholder \{variant\}, got ''"),
         ("true x {variant} {out}", {}, r"must have the placeholder \{lr\}"),
@@ -238,14 +212,14 @@ def test_a_command_gets_all_digits_of_a_learning_rate_and_other_braces_are_writt
         ("true x {variant} {lr} {out}", {"confirm_seeds": (1,)}, r"must have the placeholder \{seed\}"),
         ("A=1 true {variant} {lr} {out}", {}, "must begin with a program that exists, got 'A=1'; no shell runs"),
         *(
-            (f"true {PLACES}", {"variants": ("a", name)}, "must be valid folder names, without '/' and backslashes")
-            for name in ("../../b", "", "a\nb", "a\\b")
+            (f"true {PLACES}", {"variants": ("a", name)}, "must be names of folders, without '/'")
+            for name in ("../../b", "a\nb")
         ),
     ],
 )
 def test_a_command_that_cannot_run_is_refused(text, changes, said):
     with pytest.raises(ValueError, match=said):
-        CommandConfig(text, GridConfig(**{"variants": ("a", "b"), "lrs": (0.1, 0.2), "seeds": (0,), **changes}))
+        Command(text, GridConfig(**{"variants": ("a", "b"), "lrs": (0.1, 0.2), "seeds": (0,), **changes}))
 
 
 def test_tables_of_settings_say_what_is_compared(tmp_path):
@@ -253,21 +227,15 @@ def test_tables_of_settings_say_what_is_compared(tmp_path):
     assert isinstance(configured(tmp_path, {"data": "data"}, {"compare": {"lrs": [0.1]}}, resume=True), CompareConfig)
     own = {"command": command, "compare": {"seeds": [1]}}
     assert configured(tmp_path, own, {"compare": {"seeds": [2]}}, resume=False).compare.seeds == (2,)
-    with pytest.raises(ValueError, match=r"train\.steps must be left to the command"):
+    with pytest.raises(ValueError, match="unknown key 'train'"):
         configured(tmp_path, own, {"train": {"steps": 3}}, resume=False)
     (tmp_path / "compare.toml").write_text('data = "data"')
     assert configured(tmp_path, {"model": {"width": 8}}, resume=True).data == "data"
-    with pytest.raises(ValueError, match="out must be new for a command"):
+    with pytest.raises(ValueError, match="unknown key 'data'"):
         configured(tmp_path, own, resume=True)
-    (tmp_path / "compare.toml").write_text(f"command = {json.dumps(command)}")
-    with pytest.raises(ValueError, match="data must be left to the command"):
-        configured(tmp_path, {"data": "data"}, resume=True)
-    for damaged in ("dat = 1", "dat"):
-        (tmp_path / "compare.toml").write_text(damaged)
-        with pytest.raises(ValueError, match=r"compare\.toml.* restore the file, or empty it and give all settings"):
-            configured(tmp_path, resume=True)
-    (tmp_path / "compare.toml").write_text("")
-    assert configured(tmp_path, {"data": "data"}, resume=True).data == "data"
+    (tmp_path / "compare.toml").write_text("dat")
+    with pytest.raises(ValueError, match=r"compare\.toml is not TOML"):
+        configured(tmp_path, resume=True)
 
 
 def test_the_folder_of_a_command_is_absolute_and_stays(tmp_path, monkeypatch):

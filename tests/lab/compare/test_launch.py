@@ -91,7 +91,7 @@ def test_a_result_does_not_count_unless_its_process_ended_with_status_0_or_it_is
     diverged = early.replace("touch()", 'write_text(\'{"error": "nan"}\')')
     work = tasks(tmp_path, a=early, b=early + "sys.exit('three')", c=diverged + "sys.exit('three')")
     log = work[1].file(".log")
-    said = f"its command failed with status 1 after it wrote result.json: train: begun / three (see {log})"
+    said = f"its command failed with status 1: train: begun / three (see {log})"
     assert run(work, 2) == {"a": None, "b": said, "c": None}
     assert ended(work) == [True, False, True]
 
@@ -146,25 +146,18 @@ def program(monkeypatch, folder, name, text):
 
 
 def test_each_run_has_gpus_of_its_own(tmp_path, monkeypatch):
-    """Of three GPUs one is in two parts; a run on two of the four takes the place of two."""
+    """A run on two of them takes the place of two."""
     monkeypatch.setattr(launch, "cores", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    listed = "GPU 0: NVIDIA H100 (UUID: GPU-0a)\nGPU 1: NVIDIA H100 (UUID: GPU-1b)"
-    program(monkeypatch, tmp_path / "bin", "nvidia-smi", f"test $1 = -L && echo '{listed}'")
+    program(monkeypatch, tmp_path / "bin", "nvidia-smi", "test $1 = --query-gpu=uuid && echo GPU-0a && echo GPU-1b")
     assert launch.gpus_here() == ["GPU-0a", "GPU-1b"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
     assert launch.gpus_here() == ["3", "5"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    parts = f"{listed}\n  MIG 1g.10gb Device 0: (UUID: MIG-2c)\n  MIG 1g.10gb Device 1: (UUID: MIG-3d)"
-    program(monkeypatch, tmp_path / "bin", "nvidia-smi", f"echo '{parts}'")
     tells = "import os, pathlib, time; time.sleep(0.5); p = pathlib.Path('{}', 'result.json')\n"
     tells += "p.write_text(os.environ.get('CUDA_VISIBLE_DEVICES', 'none'))"
-    asked = {"a": {}, "b": {}, "both": {"gpus": 2}, "plain": {}}
-    work = [
-        task(tmp_path / "runs" / name, tells, **wishes)._replace(on_gpu=name != "plain")
-        for name, wishes in asked.items()
-    ]
+    work = [task(tmp_path / "runs" / name, tells, gpus=gpus) for name, gpus in {"a": 1, "b": 1, "both": 2}.items()]
     run(work, 2)
-    assert [task.result.read_text() for task in work] == ["MIG-2c", "MIG-3d", "MIG-2c,MIG-3d", "none"]
-    run([task(tmp_path / "runs" / "alone", tells)._replace(on_gpu=True)], 1)
+    assert [task.result.read_text() for task in work] == ["GPU-0a", "GPU-1b", "GPU-0a,GPU-1b"]
+    run([task(tmp_path / "runs" / "alone", tells)], 1)
     assert (tmp_path / "runs" / "alone" / "result.json").read_text() == "none"  # it may use them all

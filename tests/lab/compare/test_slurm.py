@@ -12,6 +12,7 @@ from symexplin.lab.compare.cluster import queued
 from symexplin.lab.compare.grid import RUNS
 from symexplin.lab.compare.kinds import configured, kind_of
 from symexplin.lab.compare.sweep import compare
+from symexplin.lab.compare.words import verdict
 
 pytestmark = [NEEDS_SLURM, pytest.mark.slow, pytest.mark.usefixtures("slurm")]
 
@@ -109,8 +110,8 @@ def test_both_stages_are_submitted_and_collected_and_nothing_runs_twice(tmp_path
     assert found is None
     comparison.wait()
     lines, found = comparison.go()
-    assert "good ends at" in found.verdict[0]
-    assert "better" in found.verdict[0]
+    assert "good ends at" in verdict(found)[0]
+    assert "better" in verdict(found)[0]
     assert found.best[1].seconds > 0
 
 

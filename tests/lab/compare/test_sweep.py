@@ -13,6 +13,7 @@ from symexplin.lab import identity
 from symexplin.lab.compare.comparison import Comparison
 from symexplin.lab.compare.grid import Cell
 from symexplin.lab.compare.result import read_run
+from symexplin.lab.compare.words import notes, verdict
 
 pytestmark = pytest.mark.usefixtures("undrawn", "in_process")
 
@@ -74,9 +75,9 @@ def test_both_stages_run_in_order_and_the_result_is_told_saved_and_shown(run, tm
     row = comparison.best[1]
     assert (row.lr, row.deltas) == (0.2, pytest.approx((-0.197, -0.196)))
     assert row.speedup is not None  # the curve ends at the loss
-    assert all(sentence in lines for sentence in (*comparison.verdict, *comparison.notes))
+    assert all(sentence in lines for sentence in (*verdict(comparison), *notes(comparison)))
     page = (out / "report.html").read_text()
-    assert comparison.notes[-1] in page
+    assert notes(comparison)[-1] in page
     assert "as the command reports it" in page
     assert "nats" not in page
 
@@ -106,12 +107,10 @@ def test_the_first_run_without_a_result_stops_the_comparison_and_a_later_one_is_
     if variant == "bad0":
         assert str(tmp_path / "out" / "runs" / f"{variant}-lr0.1-seed0" / "result.json") in error
         assert '{"loss": 2.31, "curve": [[100, 3.02], [200, 2.31]]}' in error
-    assert error.endswith("; correct that and --resume\n")  # the baseline cannot be left out
+    assert error.endswith("; correct that and --resume\n")
     assert list(started(tmp_path / "out")) == [f"{variant}-lr0.1-seed0"]
     error = run("--variants", "good", variant, "plain", "--baseline", "plain", status=2, resume=True)
     assert f"error: 2/6 {variant} lr 0.1 seed 0: {reason}" in error
-    assert "; 1 more failed, see above; correct that" in error
-    assert error.endswith(" and --resume, or leave the variant out with --resume --variants good plain\n")
     assert len(started(tmp_path / "out")) == 6
     run("--variants", "good", "plain", resume=True)
     counts = {name: count for name, count in started(tmp_path / "out").items() if not name.startswith("bad")}
@@ -121,27 +120,23 @@ def test_the_first_run_without_a_result_stops_the_comparison_and_a_later_one_is_
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{}", 'it has no "loss"'),
+        ("{}", "loss must be given"),
         ("[2.3]", "it is not an object"),
-        ('{"loss": "2.3"}', '"loss" is "2.3", not a number'),
-        ('{"loss": null}', '"loss" is null, not a number'),
-        ('{"loss": true}', '"loss" is true, not a number'),
-        ('{"loss": 2.3', "it is not JSON: Expecting ',' delimiter"),
-        ('{"loss": 2.3, "curve": [2.3]}', r'"curve" is \[2\.3\], not a list of \[step, loss\]'),
-        ('{"loss": 2.3, "curve": [[0, 1.0], [0, 2.0]]}', 'the steps of "curve" are not whole numbers that increase'),
-        ('{"loss": 2.3, "curve": [[0.5, 1.0]]}', ".* not whole"),
-        ('{"loss": 2.3, "curve": [[-1, 1.0]]}', ".* increase from 0"),
-        (
-            '{"loss": 2.3, "curve": [[1, 2.0, 3.0, 4.0]]}',
-            r".*, not a list of \[step, loss\] or of \[step, loss, seconds\]",
-        ),
-        ('{"loss": 2.3, "curve": [[1, 2.0, 3.0], [2, 2.0, 2.0]]}', 'the seconds of "curve" do not increase from 0'),
-        ('{"loss": 2.3, "seconds": NaN}', '"seconds" is NaN, not a finite number'),
-        ('{"loss": 2.3, "tokens_per_second": -1}', '"tokens_per_second" is -1'),
-        ("[" * 100_000, "it is not JSON: maximum recursion"),
+        ('{"loss": "2.3"}', "loss must be a number, got '2.3'"),
+        ('{"loss": null}', "loss must be given"),
+        ('{"loss": true}', "loss must be a number, got True"),
+        ('{"loss": 2.3', "Expecting ',' delimiter"),
+        ('{"loss": 2.3, "curve": [2.3]}', r"curve must be a list, got 2\.3"),
+        ('{"loss": 2.3, "curve": [[1]]}', r"curve must be a list of \[step, loss\] or of \[step, loss, seconds\]"),
+        ('{"loss": 2.3, "curve": [[0, 1.0], [0, 2.0]]}', "curve must have steps that are whole numbers and increase"),
+        ('{"loss": 2.3, "curve": [[0.5, 1.0]]}', "curve must have steps"),
+        ('{"loss": 2.3, "curve": [[-1, 1.0]]}', "curve must have steps"),
+        ('{"loss": 2.3, "curve": [[1, 2.0, 3.0], [2, 2.0, 2.0]]}', "curve must have seconds that increase from 0"),
+        ('{"loss": 2.3, "seconds": NaN}', "seconds must be"),
+        ('{"loss": 2.3, "tokens_per_second": -1}', "tokens_per_second must be"),
     ],
 )
-def test_a_result_that_cannot_be_read_is_named_in_the_words_of_json(tmp_path, text, said):
+def test_a_result_that_cannot_be_read_is_named(tmp_path, text, said):
     (tmp_path / "result.json").write_text(text)
     with pytest.raises(ValueError, match=rf"/result\.json' must be like .* \(the curve is optional\), but {said}"):
         read_run(tmp_path, Cell("good", 0.1, 0))
@@ -164,7 +159,7 @@ def test_a_run_may_say_little_or_that_it_diverged(tmp_path, text, loss, error, c
 
 def test_a_first_result_that_cannot_be_read_has_one_remedy(run):
     error = run(status=2, variants="odd plain")
-    assert error.endswith('it has no "loss": correct it, or delete it to run again; then --resume\n')
+    assert error.endswith("loss must be given: correct it, or delete it to run again; then --resume\n")
 
 
 def test_a_damaged_result_and_a_baseline_that_is_finite_nowhere_are_named_and_may_be_mended(run, tmp_path):
@@ -218,9 +213,3 @@ def test_a_resumed_comparison_runs_where_it_was_begun(run, tmp_path, monkeypatch
     lines = run("--seeds", "0", "1", resume=True)
     assert "3/8 plain lr 0.2 seed 0: loss 2.1000 (already there)" in lines
     assert len(started(tmp_path / "out")) == 8
-
-
-def test_a_loss_beyond_float32_has_diverged(tmp_path):
-    (tmp_path / "result.json").write_text('{"loss": 1.5e308, "curve": [[0, 2.0], [1, 1e300]]}')
-    run = read_run(tmp_path, Cell("a", 0.1, 0))
-    assert (run.loss, run.curve, run.error) == (None, ((0, 2.0),), "loss is 1.5e+308, beyond float32")

@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from drawn import lines
-from symexplin.lab.compare.comparison import Comparison
+from symexplin.lab.compare.comparison import Comparison, Row
 from symexplin.lab.report import charts as module
 from symexplin.lab.report.charts import COLORS, Line, chart, comparison_figures, draw_losses, draw_sweep, panel, sheet
 from table_folders import comparison
@@ -66,7 +66,7 @@ def test_a_long_label_leaves_the_axes_their_width():
 # --- the charts of a comparison whose losses are plain numbers ------------------------------------------------------
 
 LABELS = {"AdamW": "the baseline", "SEL": "curved"}
-CELLS = [("AdamW", 0.01), ("SEL", 0.01)]
+ROWS = [Row("AdamW", 0.01, (), ()), Row("SEL", 0.01, (), ())]
 
 
 def loaded(folder, change=dataclasses.replace, **options):
@@ -83,7 +83,7 @@ def drawn_by(draw, *arguments, **options):
 
 
 def test_curves_are_the_mean_over_the_seeds_with_a_band(tmp_path):
-    axes, content = drawn_by(draw_losses, loaded(tmp_path, seeds=(3, 4, 5), final=2.4), CELLS, LABELS)
+    axes, content = drawn_by(draw_losses, loaded(tmp_path, seeds=(3, 4, 5), final=2.4, labels=LABELS), ROWS)
     assert list(content) == ["the baseline, lr 0.01", "curved, lr 0.01"]
     assert content["curved, lr 0.01"].get_ydata() == pytest.approx(np.array([4.65, 3.9, 3.15, 2.4]) + 0.4)
     band = axes.collections[1].get_paths()[0].vertices[:, 1]
@@ -91,19 +91,19 @@ def test_curves_are_the_mean_over_the_seeds_with_a_band(tmp_path):
     assert axes.get_legend().get_title().get_text() == "mean of 3 seeds, band: lowest to highest"
 
 
-def test_early_losses_are_left_out_and_seeds_with_steps_of_their_own_drawn_one_by_one(tmp_path):
+def test_early_losses_are_left_out_and_steps_may_be_a_seeds_own(tmp_path):
     def of_its_own(run):
         steps = (0, 20, 50, 100) if run.seed else (0, 10, 50, 60, 100)
         return dataclasses.replace(run, curve=tuple((step, 9.0 - step / 100) for step in steps))
 
-    content = loaded(tmp_path, of_its_own, seeds=(0, 1), unit="bits")
-    axes, drawn = drawn_by(draw_losses, content, CELLS, LABELS)
+    content = loaded(tmp_path, of_its_own, seeds=(0, 1), unit="bits", labels=LABELS)
+    axes, drawn = drawn_by(draw_losses, content, ROWS)
     line = drawn["curved, lr 0.01"]
     assert list(line.get_xdata()) == [50, 60, 100]
     assert line.get_ydata() == pytest.approx([8.5, 8.4, 8.0])
-    assert len(axes.lines) == 4
+    assert len(axes.lines) == 2
     assert axes.get_ylabel() == "loss (bits)"
-    _, late = drawn_by(draw_losses, content, CELLS, LABELS, early=0.55)
+    _, late = drawn_by(draw_losses, content, ROWS, early=0.55)
     assert list(late["curved, lr 0.01"].get_xdata()) == [60, 100]
 
 
@@ -118,7 +118,7 @@ def test_a_sweep_has_the_mean_where_all_seeds_ran_and_every_seed_as_a_point(tmp_
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0.001", "0.01"]
     content = loaded(tmp_path, lambda run: dataclasses.replace(run, error="step 1: loss is nan"))
     assert list(drawn_by(draw_sweep, content, LABELS)[1]) == [f"{label}: no run finite" for label in LABELS.values()]
-    assert drawn_by(draw_losses, content, [("AdamW", 0.01), ("SEL", None)], LABELS)[1] == {}
+    assert drawn_by(draw_losses, content, [ROWS[0], Row("SEL", None, (), ())])[1] == {}
 
 
 def test_a_method_has_its_color_whatever_else_is_drawn(tmp_path):
@@ -128,7 +128,8 @@ def test_a_method_has_its_color_whatever_else_is_drawn(tmp_path):
     content, labels = loaded(tmp_path, renamed), {"AdamW": "A", "one": "O", "default": "D", "two": "T", "paper": "P"}
     for own in (labels, {"AdamW": "A", "paper": "P"}):
         assert drawn_by(draw_sweep, content, own)[1]["P"].get_color() == COLORS[2]
-        assert drawn_by(draw_losses, content, [("paper", 0.01)], own)[1]["P, lr 0.01"].get_color() == COLORS[2]
+    paper = drawn_by(draw_losses, content, [Row("paper", 0.01, (), ())])[1]
+    assert paper["paper, lr 0.01"].get_color() == COLORS[2]
     many = module.styles([*labels, *(f"v{i}" for i in range(9))])
     assert len(set(many.values())) == len(many)
 
@@ -136,9 +137,9 @@ def test_a_method_has_its_color_whatever_else_is_drawn(tmp_path):
 def test_a_page_has_curves_at_the_best_rates_if_they_differ(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "chart", lambda draw: draw)
     first, sweep = comparison_figures(loaded(tmp_path))
-    assert first.svg.keywords["cells"] == CELLS
+    assert [(row.variant, row.lr) for row in first.svg.keywords["rows"]] == [("AdamW", 0.01), ("SEL", 0.01)]
     shared, best, sweep = comparison_figures(loaded(tmp_path, final=2.4))
-    assert (shared.svg.keywords["cells"], best.svg.keywords["cells"]) == (CELLS, [CELLS[0], ("SEL", 0.001)])
+    assert [chart.svg.keywords["rows"][1].lr for chart in (shared, best)] == [0.01, 0.001]
     assert "own best learning rate" in best.caption
     content = loaded(tmp_path, seeds=(0, 1, 2), confirm_seeds=(1, 2))
     one_rate = dataclasses.replace(content, runs=tuple(run for run in content.runs if run.lr == 0.01))
@@ -148,5 +149,8 @@ def test_a_page_has_curves_at_the_best_rates_if_they_differ(tmp_path, monkeypatc
         axes = Figure().add_subplot()
         sweep.svg(axes)
         assert lines(axes)["AdamW"].get_ydata()[-1] == pytest.approx(end)
-    content = loaded(tmp_path, lambda run: dataclasses.replace(run, curve=run.curve[-1:]))  # a command without curves
+    # A command without curves, one of whose runs diverged.
+    content = loaded(tmp_path, lambda run: dataclasses.replace(run, curve=run.curve[-1:]))
+    lost = dataclasses.replace(content.runs[-1], curve=(), error="loss is nan")
+    content = dataclasses.replace(content, runs=(*content.runs[:-1], lost))
     assert [figure.caption for figure in comparison_figures(content)] == [sweep.caption]

@@ -3,16 +3,21 @@ import pytest
 import symexplin as sel
 from pages import Page
 from symexplin.lab.compare.comparison import Comparison
+from symexplin.lab.compare.words import notes, verdict
 from symexplin.lab.report.pages import report_comparison
 from table_folders import comparison, panel_folder
 
 EVIL = "</pre><script>alert('x')</script>"
 
 
+def page_of(folder):
+    return Page(report_comparison(Comparison.load(folder)))
+
+
 def test_a_page_is_self_contained_and_repeats(tmp_path):
     folder = comparison(tmp_path, config={"data": EVIL})
-    page = Page(report_comparison(folder))
-    assert report_comparison(folder).read_text() == page.html
+    page = page_of(folder)
+    assert page_of(folder).html == page.html
     for name, value in page.attributes:
         assert name != "src"
         assert name not in ("href", "xlink:href") or value.startswith("#"), value
@@ -25,7 +30,7 @@ def test_a_page_is_self_contained_and_repeats(tmp_path):
 def test_the_tables_of_a_comparison_hold_the_numbers_and_the_map(tmp_path):
     config = sel.preset("frozen", beta=2.65165, l=sel.Scale(start=0.35355), e=sel.Scale("row", k=(30, 10)))
     maps = {"SEL": {"home": "module", "start": "mismatched", **config.to_dict()}}
-    page = Page(report_comparison(comparison(tmp_path, maps=maps, config={"compare": {"lrs": [0.001, 0.01]}})))
+    page = page_of(comparison(tmp_path, maps=maps, config={"compare": {"lrs": [0.001, 0.01]}}))
     assert ["SEL", "no verdict", "-0.5000", "1.5000", "1.20x", "2,000", "12.0"] in page.rows
     assert ["AdamW", "–", "–", "2.0000", "–", "2,000", "12.0"] in page.rows
     assert ["SEL", "0.001", "0", "2.3000", "+0.3000", "2,000", "12.0"] in page.rows
@@ -37,8 +42,8 @@ def test_the_tables_of_a_comparison_hold_the_numbers_and_the_map(tmp_path):
     assert ["map of SEL", told] in page.rows
     found = Comparison.load(tmp_path)
     card, _, after = page.text.partition("At learning rate 0.01, the best for all")
-    assert all(sentence in card for sentence in found.verdict)
-    assert all(sentence in after for sentence in found.notes)
+    assert all(sentence in card for sentence in verdict(found))
+    assert all(sentence in after for sentence in notes(found))
     assert "There is no verdict, since these seeds chose the learning rates" in card
     assert page.html.index("<table") < page.html.index("<svg")
     assert page.titles == ["All runs", "Where it comes from", "All settings"]
@@ -48,14 +53,14 @@ def test_the_tables_of_a_comparison_hold_the_numbers_and_the_map(tmp_path):
 def test_small_losses_keep_four_digits(tmp_path):
     losses = {"AdamW": 2e-6, "SEL": 1.5e-6}
     panel_folder(tmp_path, list(losses), lambda variant, _, seed: losses[variant] + 1e-8 * seed, lrs=(0.01,))
-    page = Page(report_comparison(tmp_path))
+    page = page_of(tmp_path)
     assert page.rows[2][2:5] == ["-0.000000490", "-0.000000547 to -0.000000433", "0.000001520 ± 0.000000020"]
     assert "as the command reports it" in page.text  # no unit
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_what_has_no_number_has_words_or_a_dash(tmp_path):
-    page = Page(report_comparison(comparison(tmp_path, seeds=(0, 1), broken=("SEL", 0.01, 1), more={"broken": None})))
+    page = page_of(comparison(tmp_path, seeds=(0, 1), broken=("SEL", 0.01, 1), more={"broken": None}))
     assert ["SEL", "0.01", "1", "step 3: loss is nan", "–", "0", "0.0"] in page.rows
     assert ["broken", "not finite", "–", "not finite", "–", "–", "–", "–"] in page.rows
 
@@ -63,5 +68,5 @@ def test_what_has_no_number_has_words_or_a_dash(tmp_path):
 @pytest.mark.usefixtures("undrawn")
 def test_a_page_has_the_command_and_the_digests_of_its_files(tmp_path):
     command = {"first command": "python train.py", "SHA-256 of train.py": "0a1b"}
-    page = Page(report_comparison(comparison(tmp_path, command=command)))
+    page = page_of(comparison(tmp_path, command=command))
     assert ["SHA-256 of train.py", "0a1b"] in page.rows

@@ -36,12 +36,6 @@ _BAR = 0.6  # thickness; variants are 1 apart
 _WRAP = 24  # letters of a line of their labels
 
 
-def _draw_rows(axes: Axes, compared: Comparison, title: str, rows: Sequence[Row], **options: float) -> None:
-    cells = [(row.variant, row.lr) for row in rows]
-    labels = {variant: compared.label(variant) for variant in compared.variants}
-    draw_losses(axes, title, compared, cells, labels, **options)
-
-
 def _title(compared: Comparison) -> str:
     return compared.folder.resolve().name
 
@@ -60,8 +54,8 @@ def loss_curves(sources: Sequence[Path]) -> Figure:
     figure, places = sheet(len(panels), min(_ABREAST, len(panels)))
     for axes, compared in zip(places, panels, strict=True):
         best = compared.leader(compared.variants[1:])
-        rows = [compared.rows("best")[0], *([best] if best else [])]
-        _draw_rows(axes, compared, _title(compared), rows)
+        rows = [compared.best[0], *([best] if best else [])]
+        draw_losses(axes, _title(compared), compared, rows)
         text = f"Δ = {_gap(best) if best else 'not finite'}" + ("\n1 seed" if len(compared.counted_seeds) == 1 else "")
         axes.text(0.97, 0.95, text, transform=axes.transAxes, ha="right", va="top")
     return figure
@@ -73,7 +67,7 @@ def mechanism_ablations(sources: Sequence[Path]) -> Figure:
     most = max(len(compared.variants) for compared in panels)
     figure, places = sheet(2 * len(panels), 2, (6.0, max(5.4, 2.4 + 0.7 * most)))
     for compared, left, right in zip(panels, places[::2], places[1::2], strict=True):
-        _draw_rows(left, compared, _title(compared), compared.rows("best"))
+        draw_losses(left, _title(compared), compared, compared.best)
         _draw_bars(right, compared)
     return figure
 
@@ -102,7 +96,7 @@ def optimizer_equivalence(sources: Sequence[Path]) -> Figure:
     compared = comparisons(sources)[0]
     homes = _homes(compared)
     figure, (left, right) = sheet(2, 2, (5.4, 4.4))
-    _draw_rows(left, compared, _title(compared), homes)
+    draw_losses(left, _title(compared), compared, homes)
     module, optimizer = (compared.finite(row.variant, row.lr) for row in homes)
     gaps = {
         seed: np.array(run.curve) - np.array(module[seed].curve) for seed, run in optimizer.items() if seed in module
@@ -119,7 +113,7 @@ def optimizer_equivalence(sources: Sequence[Path]) -> Figure:
 def _homes(compared: Comparison) -> tuple[Row, Row]:
     """Return the shared rows of the first two variants that differ only in the home of the map."""
     maps = compared.maps
-    for rows in itertools.permutations(compared.rows("shared"), 2):
+    for rows in itertools.permutations(compared.shared, 2):
         module, optimizer = (maps[row.variant] for row in rows)
         if module and optimizer and module["home"] == "module" and {**module, "home": "optimizer"} == optimizer:
             return rows
@@ -130,12 +124,12 @@ def _homes(compared: Comparison) -> tuple[Row, Row]:
 def lr_annealing(sources: Sequence[Path]) -> Figure:
     """Draw late losses, and the mean scales during training."""
     compared = comparisons(sources)[0]
-    annealed = next((row for row in compared.rows("best") if row.lr and _is_annealed(compared, row)), None)
+    annealed = next((row for row in compared.best if row.lr and _is_annealed(compared, row)), None)
     if annealed is None:
         variants = ", ".join(compared.variants)
         raise ValueError(f"sources must be a comparison with a variant whose scales are annealed, got {variants}")
     figure, (left, right) = sheet(2, 2, (5.4, 4.4))
-    _draw_rows(left, compared, f"Loss after {100 * _LATE:.0f}% of the steps", compared.rows("best"), early=_LATE)
+    draw_losses(left, f"Loss after {100 * _LATE:.0f}% of the steps", compared, compared.best, early=_LATE)
     variant, lr = annealed.variant, annealed.lr or 0.0
     title = f"Mean scales: {compared.label(variant)}, lr {lr:g}"
     panel(right, title, STEPS, "scale", _trajectories(compared, variant, lr))

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from symexplin.lab.compare.comparison import Comparison, Row
 from symexplin.lab.compare.interval import CHOSE, EQUAL
+from symexplin.lab.compare.words import shown
 from symexplin.lab.files import format_columns
 
 __all__ = ["Cell", "Column", "cells", "run_cells", "tag", "text_table"]
@@ -52,7 +53,7 @@ def cells(comparison: Comparison, rows: Sequence[Row]) -> list[Column]:
         "verdict": against(Cell(told, tag=told) for told in map(tag, others)),
         "difference": against(_signed(comparison, row.delta) for row in others),
         "99% interval": against(_interval(comparison, row) for row in others),
-        f"loss{spread}": [Cell(comparison.shown_loss(row)) for row in rows],
+        f"loss{spread}": [Cell(_loss(comparison, row)) for row in rows],
         "learning rate": [_number(lr, "g") for lr in rates] if len(set(rates)) > 1 else [],
         "speedup": against(_speedup(row) if comparison.has_curves else _NONE for row in others),
         "at equal time": against(_signed(comparison, row.at_time) for row in others),
@@ -69,7 +70,7 @@ def run_cells(comparison: Comparison) -> list[Column]:
         "variant": [Cell(comparison.label(run.variant)) for run in runs],
         "learning rate": [_number(run.lr, "g") for run in runs],
         "seed": [Cell(str(run.seed)) for run in runs],
-        "loss": [Cell(run.error or comparison.shown(run.curve[-1][1])) for run in runs],
+        "loss": [Cell(run.error or shown(comparison, run.curve[-1][1])) for run in runs],
         "difference": [_signed(comparison, comparison.difference(run)) for run in runs],
         "tokens/s": [_number(run.tokens_per_second, ",.0f") for run in runs],
         "seconds": [_number(run.seconds, ",.1f") for run in runs],
@@ -102,18 +103,26 @@ def _variant(comparison: Comparison, row: Row) -> Cell:
     return Cell(label, note=row.variant if label != row.variant else "")
 
 
+def _loss(comparison: Comparison, row: Row) -> str:
+    """Return the mean loss of a row with its standard deviation, or at how many seeds it stayed finite."""
+    if row.loss is None:
+        alone = row.lr is None or len(row.seeds) == 1
+        return "not finite" if alone else f"finite in {row.finite} of {len(row.seeds)}"
+    return shown(comparison, row.loss) + ("" if row.spread is None else f" ± {shown(comparison, row.spread)}")
+
+
 def _number(value: float | None, form: str) -> Cell:
     return _NONE if value is None else Cell(f"{value:{form}}")
 
 
 def _signed(comparison: Comparison, value: float | None) -> Cell:
-    return _NONE if value is None else Cell(comparison.shown(value, "+"))
+    return _NONE if value is None else Cell(shown(comparison, value, "+"))
 
 
 def _interval(comparison: Comparison, row: Row) -> Cell:
     if row.interval is None or not row.interval.has_verdict:
         return _NONE
-    low, high = (comparison.shown(end, "+") for end in (row.interval.low, row.interval.high))
+    low, high = (shown(comparison, end, "+") for end in (row.interval.low, row.interval.high))
     apart = "varies more than the others" if row.interval.family > row.interval.pooled == 1 else ""
     return Cell(f"{low} to {high}", note="; ".join(filter(None, (apart, row.interval.advice))))
 

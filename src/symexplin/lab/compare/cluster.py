@@ -1,8 +1,9 @@
 """Runs as jobs of Slurm: a script that a person can read, and what has become of its jobs. Nothing here waits for them.
 
-cluster/1/runs.txt     a line for each run: its folder and its command
-cluster/1/array.sh     what sbatch takes: an array with a task for each line; 1.log, 2.log, ... are its own logs
-cluster/2/             the same for runs that were missing later
+cluster/DIGEST/runs.txt    a line for each run: its folder and its command
+cluster/DIGEST/array.sh    what sbatch takes: an array with a task for each line; 1.log, 2.log, ... are its own logs
+
+The digest is of the runs and of what they ask for: other ones have a script of their own.
 """
 
 import hashlib
@@ -11,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jinja2
@@ -51,12 +52,8 @@ def queued(out: Path) -> dict[Path, str]:
     for line in done.stdout.splitlines():
         index, state, reason, nodes, command, *_ = line.strip().split("|")
         if state not in _ENDED and (place := Path(command).resolve().parent) in places:
-            runs = dict(enumerate(_folders(place), start=1))
-            if int(index) not in runs:  # of an array that somebody has made longer
-                continue
-            states[out / runs[int(index)]] = (
-                f"waits ({reason})" if state == "PENDING" else f"{state.lower()} on {nodes}"
-            )
+            run = (place / _RUNS).read_text().splitlines()[int(index) - 1].partition("\t")[0]
+            states[out / run] = f"waits ({reason})" if state == "PENDING" else f"{state.lower()} on {nodes}"
     return states
 
 
@@ -84,69 +81,38 @@ def hand_over(
             echo(f"failed: {task.label}: {last_lines(log)}")
     groups: dict[str, list[Task]] = {}
     for task in missing:
-        groups.setdefault(repr((task.cluster, task.resumes)), []).append(task)
-    arrays = {_mark(group, at_a_time): group for group in groups.values()}
-    kept = _unused(out, jobs, arrays)
-    last = max((int(place.name) for place in out.glob(f"{_CLUSTER}/*")), default=0)
-    for mark, group in arrays.items():
-        if mark not in kept:
-            last += 1
-            kept[mark] = out / _CLUSTER / str(last)
-            _write(group, mark, kept[mark].resolve(), out.resolve(), at_a_time)
-        shown = kept[mark] / _SCRIPT
-        script = shown.resolve()
+        groups.setdefault(repr(task.cluster), []).append(task)
+        task.identify()
+    for wishes, group in groups.items():
+        runs = "".join(f"./{task.folder.resolve().relative_to(out.resolve())}\t{_shell(task)}\n" for task in group)
+        digest = hashlib.sha256(f"{at_a_time} {wishes} {runs}".encode()).hexdigest()[:8]
+        script = out / _CLUSTER / digest / _SCRIPT
+        if not script.exists():  # a user may have edited it
+            script.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(script.with_name(_RUNS), runs)
+            replace_file(script, _script(group, script.parent.resolve(), out.resolve(), at_a_time))
         count, end = _runs(len(group)), "--resume collects what has ended"
         if submit:
-            echo(f"{count} submitted as job {_submit(script)} ({shown}); {end}")
+            echo(f"{count} submitted as job {_submit(script.resolve())} ({script}); {end}")
         else:
-            echo(f"{count} to submit: sbatch {shlex.quote(str(shown))}; then {end}")
+            echo(f"{count} to submit: sbatch {shlex.quote(str(script))}; then {end}")
 
 
 def _runs(count: int) -> str:
     return f"{count} run{'s' * (count > 1)}"
 
 
-def _folders(place: Path) -> list[str]:
-    """Return the folders of the runs of a script, in the order of its tasks."""
-    return [line.partition("\t")[0] for line in (place / _RUNS).read_text().splitlines()]
-
-
-def _mark(tasks: Sequence[Task], at_a_time: int | None) -> str:
-    """Return what tells an array from others: a digest of its runs and of what they ask for."""
-    about = repr((at_a_time, tasks[0].cluster, tasks[0].resumes, [_shell(task) for task in tasks]))
-    return hashlib.sha256(about.encode()).hexdigest()[:16]
-
-
-def _unused(out: Path, jobs: Mapping[Path, str], marks: Collection[str]) -> dict[str, Path]:
-    """Return by mark the arrays that were never submitted, which a user may have edited; remove all others of these."""
-    kept: dict[str, Path] = {}
-    for place in out.glob(f"{_CLUSTER}/*"):
-        text = (place / _SCRIPT).read_text() if (place / _SCRIPT).exists() else ""
-        in_queue = text and any(out / run in jobs for run in _folders(place))
-        if in_queue or any(place.glob("*.log")):
-            continue
-        if mark := next((mark for mark in marks if mark in text), None):
-            kept[mark] = place
-        else:
-            shutil.rmtree(place)  # it would start runs a second time
-    return kept
-
-
-def _write(tasks: Sequence[Task], mark: str, place: Path, out: Path, at_a_time: int | None) -> None:
-    """Write runs.txt and array.sh for runs that ask for the same."""
-    place.mkdir(parents=True, exist_ok=True)
-    cluster, resumes = tasks[0].cluster, tasks[0].resumes
-    requeues = resumes if cluster.requeue is None else cluster.requeue
+def _script(tasks: Sequence[Task], place: Path, out: Path, at_a_time: int | None) -> str:
+    """Return array.sh for runs that ask for the same."""
+    cluster = tasks[0].cluster
+    requeues = tasks[0].resumes if cluster.requeue is None else cluster.requeue
     limit = "" if at_a_time is None else f"%{at_a_time}"
     options = {
         "job-name": "symexplin",
         "array": f"1-{len(tasks)}{limit}",
-        "partition": cluster.partition,
-        "account": cluster.account,
         "time": cluster.walltime,
         "cpus-per-task": cluster.cpus,
         "gpus-per-node": cluster.gpus or None,
-        "mem": None if cluster.memory is None else f"{cluster.memory}G",
         "requeue" if requeues else "no-requeue": True,
         "open-mode": "append",
         "signal": "TERM@60",  # seconds before the end of its time, in which a run may save itself
@@ -159,24 +125,18 @@ def _write(tasks: Sequence[Task], mark: str, place: Path, out: Path, at_a_time: 
         trim_blocks=True,
         keep_trailing_newline=True,
     )
-    for task in tasks:
-        task.identify()
-    script = place / _SCRIPT
     identify = f"{shlex.quote(sys.executable)} -m symexplin.lab.identity"
     values = {
         "options": [name if value is True else f"{name}={_quoted(value)}" for name, value in options.items() if value],
         "out": shlex.quote(str(out)),
         "runs": shlex.quote(str(place / _RUNS)),
-        "script": shlex.quote(str(script)),
-        "mark": mark,
+        "script": shlex.quote(str(place / _SCRIPT)),
         "identify": "" if tasks[0].cwd is None else identify,
         "environment": " ".join(f"{name}={value}" for name, value in PATIENCE_OF_TORCHRUN.items()),
         "cpus": cluster.cpus,
         "requeues": requeues,
     }
-    lines = (f"./{task.folder.resolve().relative_to(out)}\t{_shell(task)}\n" for task in tasks)
-    replace_file(place / _RUNS, "".join(lines))
-    replace_file(script, environment.get_template(f"{_SCRIPT}.jinja").render(values))
+    return environment.get_template(f"{_SCRIPT}.jinja").render(values)
 
 
 def _quoted(value: object) -> str:

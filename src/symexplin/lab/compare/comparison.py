@@ -1,8 +1,6 @@
 """A comparison's runs, and who is better: at one shared learning rate, and each variant at its own best one."""
 
 import dataclasses
-import itertools
-import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,18 +9,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from symexplin.config import SELConfig
+from symexplin.lab.compare.curves import apart_at_equal_time, share_of_steps
 from symexplin.lab.compare.grid import COMPARISON, RUNS, Cell
-from symexplin.lab.compare.interval import BETTER, CHOSE, ENOUGH_SEEDS, Interval, intervals
+from symexplin.lab.compare.interval import Interval, intervals
 from symexplin.lab.files import read_json, read_json_lines, write_json
 from symexplin.lab.folders import METRICS
 
-__all__ = ["ONE_LR", "Comparison", "Row", "Run", "decimals", "share_of_steps", "steps_to"]
+__all__ = ["Comparison", "Row", "Run"]
 
-# Evaluations of a run as (step, loss), in order.
-Curve = Sequence[tuple[int, float]]
-
-# What the page of a table says, too.
-ONE_LR = "With one learning rate tried, every difference may be a learning-rate effect."
+_CURVES = "curve", "by_time"  # tuples of pairs
 
 
 @dataclass(frozen=True)
@@ -117,34 +112,17 @@ class Comparison:
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
-        """Return the finished comparison in a folder.
-
-        Raises:
-            FileNotFoundError: it has not ended.
-            ValueError: the file is damaged, or of another version.
-        """
-        path = Path(folder, COMPARISON)
-        if not path.exists():
-            raise FileNotFoundError(f"{str(folder)!r} has no {COMPARISON}: finish the comparison with --resume")
-        content = read_json(path)
-        try:
-            runs = tuple(
-                Run(**{**run, "curve": _pairs(run["curve"]), "by_time": _pairs(run["by_time"])})
-                for run in content["runs"]
-            )
-            own = {key: content[key] for key in ("baseline", "unit", "maps", "labels", "facts")}
-            confirm, changed = tuple(content["confirm_seeds"]), tuple(content["changed"])
-            return cls(runs, confirm_seeds=confirm, folder=Path(folder), changed=changed, **own)
-        except (KeyError, TypeError, ValueError):
-            remedy = "delete it, and --resume of the comparison writes it again"
-            raise ValueError(f"{str(path)!r} is damaged, or of another version of symexplin: {remedy}") from None
+        """Return the finished comparison in a folder."""
+        table = read_json(Path(folder, COMPARISON))
+        runs = [{**run, **{key: tuple(map(tuple, run[key])) for key in _CURVES}} for run in table["runs"]]
+        tuples = {key: tuple(table[key]) for key in ("confirm_seeds", "changed")}
+        return cls(**{**table, **tuples, "runs": tuple(Run(**run) for run in runs), "folder": Path(folder)})
 
     def save(self, folder: str | Path) -> None:
-        """Write comparison.json, which has for other readers also the rows and the result in words."""
-        rows = {which: [_saved(row) for row in self.rows(which)] for which in ("shared", "best")}
-        kept = {key: value for key, value in vars(self).items() if key in self.__dataclass_fields__ and key != "folder"}
-        kept["runs"] = [dataclasses.asdict(run) for run in self.runs]
-        write_json(Path(folder, COMPARISON), {"verdict": self.verdict, "notes": self.notes, **rows, **kept})
+        """Write comparison.json, which :meth:`load` reads."""
+        table = dataclasses.asdict(self)
+        del table["folder"]
+        write_json(Path(folder, COMPARISON), table)
 
     # --- The runs ---
 
@@ -209,17 +187,6 @@ class Comparison:
     def label(self, variant: str) -> str:
         """Return the name of a variant in words."""
         return self.labels.get(variant, variant)
-
-    def shown(self, loss: float, sign: str = "") -> str:
-        """Return a loss, or with the `sign` "+" a difference, with the :func:`decimals` of the baseline's loss."""
-        return f"{loss:{sign}z.{decimals(self.shared[0].loss)}f}"
-
-    def shown_loss(self, row: Row) -> str:
-        """Return the mean loss of a row with its standard deviation, or at how many seeds it stayed finite."""
-        if row.loss is None:
-            alone = row.lr is None or len(row.seeds) == 1
-            return "not finite" if alone else f"finite in {row.finite} of {len(row.seeds)}"
-        return self.shown(row.loss) + ("" if row.spread is None else f" ± {self.shown(row.spread)}")
 
     def map_of(self, variant: str) -> SELConfig | None:
         """Return the map of a variant, or None for ordinary weights."""
@@ -339,172 +306,9 @@ class Comparison:
             reached=sum(min(loss for _, loss in pair[0]) <= pair[1][-1][1] for pair in curves if pair),
             seconds=_mean([run.seconds for run in finite.values()]),
             tokens_per_second=_mean([run.tokens_per_second for run in finite.values()]),
-            at_time=_mean([pair and _apart_at_equal_time(*pair) for pair in pairs]),
+            at_time=_mean([pair and apart_at_equal_time(pair[1].by_time, pair[0].by_time) for pair in pairs]),
             extra={key: statistics.fmean(extra[key] for extra in extras) for key in common},
         )
-
-    # --- The words ---
-
-    @cached_property
-    def verdict(self) -> list[str]:
-        """The result in two sentences, the same for a loss as for a gain."""
-        base, *others = self.best
-        leader = self.leader([row.variant for row in others])
-        if leader is None:
-            return [self._at_own_lr(row) for row in others]
-        first = self._at_own_lr(leader)
-        if len(others) > 1:
-            name, baseline = self.label(leader.variant), self.label(base.variant)
-            first = f"Of {len(others)} variants beside {baseline}, {name} has the lowest loss. {first}"
-        if leader.interval is not None and leader.interval.chose:
-            return [first, f"There is no verdict, since {CHOSE}."]
-        if len(leader.seeds) < ENOUGH_SEEDS:
-            count = "One seed is" if len(leader.seeds) == 1 else "Two seeds are"
-            return [
-                first,
-                f"{count} not enough evidence: the difference may be run-to-run noise. Three give an interval.",
-            ]
-        if leader.at_time is not None and (leader.delta or 0.0) < 0.0 < leader.at_time:
-            first += f" But in equal time, it ends {self.shown(leader.at_time)} above {self.label(base.variant)}."
-        if len(self.lrs) == 1:
-            return [first, ONE_LR]
-        return [first] if leader.lr == base.lr else [first, self._at_shared_lr(leader.variant)]
-
-    @cached_property
-    def notes(self) -> list[str]:
-        """What limits the result; the tables have the numbers of each variant."""
-        sentences: list[str] = []
-        if self.changed:
-            sentences.append(f"The runs were made by different code: {' and '.join(self.changed)} changed.")
-        for row in self.best:
-            if row.lr is None:
-                sentences.append(self._at_own_lr(row))
-            if len(self.lrs) > 1 and row.lr in (self.lrs[0], self.lrs[-1]):
-                side, name = "lowest" if row.lr == self.lrs[0] else "highest", self.label(row.variant)
-                sentences.append(
-                    f"The best learning rate of {name} is the {side} tried: a wider sweep may find a better one."
-                )
-            if row.spread == 0.0:
-                sentences.append(
-                    f"All seeds of {self.label(row.variant)} have the same loss: do its runs use the seed?"
-                )
-        if len(self.lrs) == 1:
-            sentences.append(ONE_LR)
-        if self.counted_seeds != self.seeds:
-            first, then = (
-                f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
-                for seeds in (self.choosing_seeds, self.counted_seeds)
-            )
-            sentences.append(f"{first.capitalize()} chose the learning rates; the results use only {then}.")
-        return [one for one in sentences if not any(told.endswith(one[1:]) for told in self.verdict)]
-
-    def _at_own_lr(self, row: Row) -> str:
-        if row.lr is None:
-            return f"No learning rate tried kept {self.label(row.variant)} finite in every seed."
-        if row.lr != self.shared_lr:
-            return f"At its best learning rate, {row.lr:g}, {self._result(row)}."
-        best = "" if len(self.lrs) == 1 else " the best for both,"
-        return f"At learning rate {row.lr:g},{best} {self._result(row)}."
-
-    def _at_shared_lr(self, variant: str) -> str:
-        row = self.shared[self.variants.index(variant)]
-        return f"At {self.label(self.baseline)}'s best learning rate, {self.shared_lr:g}, {self._result(row)}."
-
-    def _result(self, row: Row) -> str:
-        """Return in words how a row compares with the baseline at its best rate."""
-        baseline, count = self.shared[0], len(row.seeds)
-        for one in (row, baseline):
-            if one.loss is None:
-                lost = f" in {count - one.finite} of {count} seeds" if count > 1 else ""
-                return f"{self.label(one.variant)} did not stay finite{lost}"
-        own, other = row.loss, baseline.loss
-        assert own is not None and other is not None and row.delta is not None  # noqa: PT018
-        side = "below" if row.delta < 0 else "above"
-        gap, least = self.shown(abs(row.delta)), 10.0 ** -decimals(baseline.loss)
-        place = "equal to" if not row.delta else f"{gap} {side}" if float(gap) else f"within {least:g} of"
-        name, base = self.label(row.variant), self.label(self.baseline)
-        ending = f"{name} ends at {self.shown(own)}, {place} {base}'s {self.shown(other)}"
-        if row.interval is not None and count >= ENOUGH_SEEDS and not row.interval.chose:
-            ending += f" ({self._verdict(row.interval)})"
-            if row.interval.verdict == BETTER and row.speedup is not None:
-                ending += f", and reaches that loss in {100 / row.speedup:.0f}% of the steps"
-        return ending
-
-    def _verdict(self, interval: Interval) -> str:
-        if not interval.has_verdict:
-            return interval.words
-        low, high, least = (self.shown(end, "+") for end in (interval.low, interval.high, interval.half_width))
-        words = f"{interval.words}; 99% interval {low} to {high}"
-        if not interval.decides:
-            words += f"; the smallest mean that would count is {least[1:]}"
-        return "; ".join(filter(None, (words, interval.advice)))
-
-
-def _saved(row: Row) -> dict[str, Any]:
-    interval = row.interval
-    if interval is None:
-        return dataclasses.asdict(row)
-    low, high = (None, None) if not interval.has_verdict else (interval.low, interval.high)
-    return dataclasses.asdict(row) | {"interval": {"verdict": interval.words, "low": low, "high": high}}
-
-
-def decimals(loss: float | None) -> int:
-    """Return the decimals of a loss: four, or as many as show four of its digits.
-
-    >>> decimals(2.31), decimals(1.234e-6)
-    (4, 9)
-    """
-    return max(4, 3 - math.floor(math.log10(abs(loss)))) if loss else 4
-
-
-def share_of_steps(baseline: Curve, variant: Curve) -> float | None:
-    """Return the step at which `variant` first reaches the baseline's final loss, over that at which the baseline does.
-
-    None: not reached, or by one of both before the first step.
-
-    >>> share_of_steps([(0, 5.0), (100, 2.0)], [(0, 5.0), (50, 3.0), (100, 1.0)])
-    0.75
-    """
-    own, steps = (steps_to(curve, baseline[-1][1]) for curve in (variant, baseline))
-    return None if own is None or steps is None else own / steps
-
-
-def _apart_at_equal_time(run: Run, baseline: Run) -> float | None:
-    """Return a run's loss minus that of the baseline when the faster one ended; None without times."""
-    if not run.by_time or not baseline.by_time:
-        return None
-    end = min(run.by_time[-1][0], baseline.by_time[-1][0])
-    return _loss_after(run.by_time, end) - _loss_after(baseline.by_time, end)
-
-
-def _loss_after(by_time: Sequence[tuple[float, float]], end: float) -> float:
-    """Return the loss after so many seconds, interpolated linearly between evaluations."""
-    for (before, high), (after, low) in itertools.pairwise(by_time):
-        if end < after:
-            return high + (low - high) * (end - before) / (after - before)
-    return by_time[-1][1]
-
-
-def steps_to(curve: Curve, target: float) -> float | None:
-    """Return the step at which a loss first reaches `target`, interpolated linearly between evaluations.
-
-    None: not reached, or before the first step.
-
-    >>> steps_to([(0, 5.0), (50, 3.0), (100, 1.0)], 2.5)
-    62.5
-    """
-    before_step, before = curve[0]
-    if before <= target:
-        return None
-    for step, loss in curve[1:]:
-        if loss <= target:
-            return before_step + (step - before_step) * (before - target) / (before - loss)
-        before_step, before = step, loss
-    return None
-
-
-def _pairs(rows: Sequence[Sequence[float]]) -> tuple[Any, ...]:
-    return tuple((x, float(loss)) for x, loss in rows)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -43,8 +43,6 @@ LABELS = {
     "qk_bias": "QK-bias AdamW",
 }
 
-# The key of [sel] that all curved variants share; the variants set the others.
-_SHARED = "anneal_steps"
 # Keys of the run that a variant may change: those that leave data, steps and cost the same.
 _CHANGES: dict[str, tuple[str, ...]] = {
     "train": ("lr_factors", "weight_decay", "decay", "frozen", "betas", "max_grad_norm", "warmup_steps", "floor"),
@@ -150,24 +148,18 @@ class ClusterConfig(Schema):
     """What each run asks of the cluster, with `--cluster slurm`; here the number of GPUs alone counts.
 
     Args:
-        partition: of the cluster; its default if not given.
-        account: to charge; the user's default if not given.
         walltime: minutes per job.
         requeue: queue a run again at the end of its walltime, and after a preemption. Default: true for runs of the
             laboratory, which continue from their checkpoint; false for a command, which may not.
         gpus: GPUs per run; several train it together under torchrun. Default: 1 if the runs' device is cuda, else 0.
         cpus: CPU cores per run, and threads where no GPU trains.
-        memory: GiB per run; the cluster's default if not given.
-        sbatch: any other option of sbatch, such as qos=high constraint=a100.
+        sbatch: any other options of sbatch, such as partition=gpu account=mylab mem=32G.
     """
 
-    partition: str | None = None
-    account: str | None = None
     walltime: Count = 240
     requeue: bool | None = None
     gpus: Whole | None = None
     cpus: Count = 4
-    memory: Count | None = None
     sbatch: Pairs = field(default_factory=dict)
 
 
@@ -192,8 +184,8 @@ class CompareConfig(RunConfig):
         for key, where in (("lr", "lrs"), ("seed", "seeds")):
             if (given := getattr(self.train, key)) != getattr(TrainConfig, key):
                 raise ValueError(f"{key} must be left to {where} in a comparison, got {key} = {given!r}")
-        if dataclasses.replace(self.sel, anneal_steps=None) != CurveConfig():
-            raise ValueError(f"[sel] may have only {_SHARED} in a comparison: give other keys to a [variant.NAME]")
+        if self.sel != CurveConfig():
+            raise ValueError("[sel] must be left to a [variant.NAME] in a comparison")
         for name, table in self.variant.items():
             if name == BASELINE or not re.fullmatch(r"[\w+-]+", name):
                 raise ValueError(f"a variant must have a new name of letters, digits, '+', '-' and '_', got {name!r}")
@@ -218,9 +210,7 @@ class CompareConfig(RunConfig):
                 if not isinstance(changes, Mapping) or changes.keys() - set(allowed):
                     raise ValueError(f"{name} must be a table with keys among {', '.join(allowed)}, got {changes!r}")
             own = {key: value for key, value in table.items() if key not in _CHANGES}
-            if own.get("home") == "none" and len(own) > 1:
-                raise ValueError(f"home 'none' means ordinary weights: leave out {', '.join(own.keys() - {'home'})}")
-            curve = from_table(CurveConfig, {**to_table(self.sel), **own})
+            curve = from_table(CurveConfig, own)
             place = {"lr": cell.lr, "seed": cell.seed}
             train = from_table(TrainConfig, {**to_table(self.train), **table.get("train", {}), **place})
             model = from_table(ModelConfig, {**to_table(self.model), **table.get("model", {})})
@@ -234,6 +224,5 @@ class CompareConfig(RunConfig):
     def table(self) -> dict[str, Any]:
         """Return the configuration as a table to save, without the keys that its grid and its variants set."""
         table = to_table(self)
-        del table["train"]["lr"], table["train"]["seed"]
-        table["sel"] = {key: value for key, value in table["sel"].items() if key == _SHARED}
+        del table["train"]["lr"], table["train"]["seed"], table["sel"]
         return table

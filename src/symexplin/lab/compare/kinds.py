@@ -2,9 +2,9 @@
 
 import dataclasses
 import functools
+import re
 import shlex
 import shutil
-import string
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,61 +13,35 @@ from typing import Any
 
 from symexplin.checks import naming
 from symexplin.lab.compare.grid import CONFIG, LABELS, RUNS, Cell, ClusterConfig, CompareConfig, GridConfig
-from symexplin.lab.compare.launch import Task, gpus_here, threads_each
+from symexplin.lab.compare.launch import Task, threads_each
 from symexplin.lab.config import absolute, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, replace_file
-from symexplin.lab.folders import FACTS, RESULT, saved_config
+from symexplin.lab.folders import FACTS, RESULT
 from symexplin.lab.identity import of_command, of_config
 from symexplin.lab.maps import map_of
 from symexplin.lab.provenance import provenance
-from symexplin.lab.settings import Schema, differences, dump_toml, from_table, load_toml, merge, to_table
+from symexplin.lab.settings import Schema, dump_toml, from_table, load_toml, merge, to_table
 
-__all__ = ["Command", "CommandConfig", "Laboratory", "configured", "kind_of"]
-
-_PLACES = ("variant", "lr", "seed", "out")
+__all__ = ["Command", "Laboratory", "configured", "kind_of"]
 
 
-def kind_of(config: "CompareConfig | CommandConfig") -> "Laboratory | Command":
+def kind_of(config: "CompareConfig | Command") -> "Laboratory | Command":
     """Return the runs that a configuration describes."""
-    return Command(config) if isinstance(config, CommandConfig) else Laboratory(config)
+    return config if isinstance(config, Command) else Laboratory(config)
 
 
-def _asked(config: "CompareConfig | CommandConfig") -> tuple[ClusterConfig, str]:
-    """Return what a run asks for, on this machine no more GPUs than it has, and a note where it has fewer."""
-    gpus = config.cluster.gpus or 0
-    found = len(gpus_here()) if gpus and not config.compare.on_cluster else gpus
-    if gpus <= found:
-        return config.cluster, ""
-    uses = f"all {found}" if found else "the CPU"
-    note = f"; gpus is {gpus}, but this machine has {found or 'none'}: each run uses {uses}"
-    return dataclasses.replace(config.cluster, gpus=found), note
-
-
-def configured(out: str | Path, *tables: Mapping[str, Any], resume: bool) -> "CommandConfig | CompareConfig":
+def configured(out: str | Path, *tables: Mapping[str, Any], resume: bool) -> "Command | CompareConfig":
     """Return the comparison that tables of settings describe; later tables override earlier ones.
 
     With `resume` all of them override the settings saved in the folder `out`, if it has any.
     """
-    given: dict[str, Any] = functools.reduce(merge, tables, {})
     file = Path(out, CONFIG)
-    saved: dict[str, Any] = {}
-    if resume and file.exists():
-        try:
-            if saved := load_toml(file):
-                saved_config(CommandConfig if "command" in saved else CompareConfig, file)
-        except ValueError as error:
-            remedy = "restore the file, or empty it and give all settings again with --resume"
-            raise ValueError(f"{error}; {remedy}") from None
-    table = merge(saved, given)
+    saved = load_toml(file) if resume and file.exists() else {}
+    table = functools.reduce(merge, tables, saved)
     if "command" not in table:
         return from_table(CompareConfig, table)
-    if saved and "command" not in saved:
-        raise ValueError(f"out must be new for a command, got {str(out)!r}, a comparison of runs of symexplin train")
-    own = ("command", "cwd", "compare", "cluster")
-    if others := differences({}, {name: value for name, value in given.items() if name not in own}):
-        raise ValueError(f"{', '.join(others)} must be left to the command in a comparison of a command")
-    return from_table(CommandConfig, {**table, "cwd": str(Path(table.get("cwd", ".")).resolve())})
+    return from_table(Command, {**table, "cwd": str(Path(table.get("cwd", ".")).resolve())})
 
 
 # --- Runs of the laboratory ------------------------------------------------------------------------------------------
@@ -88,7 +62,6 @@ class Laboratory:
         self._config = _with_machine(config)
         known = {name: text for name, text in LABELS.items() if name not in config.variant}
         self._labels = known if labels is None else labels
-        self._cluster, self._note = _asked(self._config)
 
     def table(self) -> dict[str, Any]:
         """Return the settings to save."""
@@ -99,15 +72,14 @@ class Laboratory:
         """The first line of the log."""
         corpus = self._corpus
         tokens = f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out"
-        return f"{tokens}, {self._config.train.steps:,} steps a run{self._note}"
+        return f"{tokens}, {self._config.train.steps:,} steps a run"
 
     def task(self, label: str, cell: Cell, folder: Path) -> Task:
         """Return the task of a run in its folder, for which all is written: under torchrun on several GPUs."""
         config = self._config.run(cell)
         train, model = config.train, config.model
         work = float(train.steps * train.batch_size * model.context * model.depth * model.width**2)
-        on_gpu = config.compute.device in ("auto", "cuda")
-        task = Task(label, folder, [], self._cluster, on_gpu, work, resumes=True)
+        task = Task(label, folder, [], self._config.cluster, work, resumes=True)
         file = task.file(".toml")
         replace_file(file, dump_toml(to_table(config)))
         several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(task.places)]
@@ -154,8 +126,6 @@ def _with_machine(config: CompareConfig) -> CompareConfig:
         on_gpu = compute.device.startswith("cuda")
         if compute.device == "auto" and cluster.gpus is None:
             raise ValueError("device must be 'cuda' or 'cpu' with cluster 'slurm' and without gpus, got 'auto'")
-        if on_gpu and cluster.gpus == 0:
-            raise ValueError(f"gpus must be at least 1 for device {compute.device!r}, got 0")
         cluster = dataclasses.replace(cluster, gpus=int(on_gpu) if cluster.gpus is None else cluster.gpus)
         device = ("cuda" if cluster.gpus else "cpu") if compute.device == "auto" else compute.device
         compute = dataclasses.replace(compute, device=device, threads=compute.threads or cluster.cpus)
@@ -174,8 +144,8 @@ def _map(config: CompareConfig, variant: str) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True)
-class CommandConfig(Schema):
-    """A comparison of the runs of one command.
+class Command(Schema):
+    """Runs of one command of the user's own, and their settings.
 
     Args:
         command: the command of a run, with the places {variant}, {lr}, {seed} and {out}. It is split into words as by a
@@ -194,20 +164,11 @@ class CommandConfig(Schema):
         grid = self.compare
         if self.cwd is not None and not Path(self.cwd).is_dir():
             raise ValueError(f"cwd must be a folder, got {self.cwd!r}")
-        with naming(f"command must be words as for a shell, with any other braces doubled, got {self.command!r}"):
+        with naming(f"command must be words as for a shell, got {self.command!r}"):
             words = shlex.split(self.command)
-            fields = [field for word in words for field in string.Formatter().parse(word)]
-        places = {name for _, name, _, _ in fields if name is not None}
-        if unknown := places - set(_PLACES):
-            raise ValueError(
-                f"command must have only the placeholders {{variant}}, {{lr}}, {{seed}} and {{out}}, got "
-                f"{{{min(unknown)}}} in {self.command!r}; double any other braces"
-            )
-        if any(form or conversion for _, _, form, conversion in fields):
-            raise ValueError(f"command must have placeholders without ':' and '!', got {self.command!r}")
         optional = {"lr": len(grid.lrs) == 1, "seed": len(grid.seeds + grid.confirm_seeds) == 1}
-        for name in _PLACES:
-            if name not in places and not optional.get(name):
+        for name in ("variant", "lr", "seed", "out"):
+            if f"{{{name}}}" not in self.command and not optional.get(name):
                 raise ValueError(f"command must have the placeholder {{{name}}}, got {self.command!r}")
         if not grid.on_cluster and shutil.which(words[0]) is None:
             raise ValueError(
@@ -215,43 +176,38 @@ class CommandConfig(Schema):
                 "for shell syntax, and env NAME=value for variables"
             )
         for name in grid.variants:
-            if not name.isprintable() or not name.strip() or set(name) & set("/\\"):
-                raise ValueError(f"variants must be valid folder names, without '/' and backslashes, got {name!r}")
+            if "/" in name or not name.isprintable():
+                raise ValueError(f"variants must be names of folders, without '/', got {name!r}")
 
     def words(self, cell: Cell, out: Path) -> list[str]:
         """Return the words of the command of one run, with the absolute path of its folder."""
-        values = dict(
-            zip(_PLACES, (cell.variant, str(float(cell.lr)), str(cell.seed), str(out.resolve())), strict=True)
-        )
-        return [word.format(**values) for word in shlex.split(self.command)]
+        values = {"variant": cell.variant, "lr": str(float(cell.lr)), "seed": str(cell.seed), "out": str(out.resolve())}
+        place = r"\{(variant|lr|seed|out)\}"
+        return [re.sub(place, lambda found: values[found[1]], word) for word in shlex.split(self.command)]
 
-
-class Command:
-    """Runs of a program of the user's own."""
-
-    def __init__(self, config: CommandConfig) -> None:
-        self._config, self.grid = config, config.compare
-        self._cluster, self._note = _asked(config)
+    @property
+    def grid(self) -> GridConfig:
+        """Which runs are compared."""
+        return self.compare
 
     def table(self) -> dict[str, Any]:
         """Return the settings to save."""
-        return to_table(self._config)
+        return to_table(self)
 
     @property
     def about(self) -> str:
         """The first line of the log."""
-        return self._config.command + self._note
+        return self.command
 
     def task(self, label: str, cell: Cell, folder: Path) -> Task:
         """Return the task of a run in its folder, which is created."""
         folder.mkdir(parents=True, exist_ok=True)
-        words = self._config.words(cell, folder)
-        return Task(label, folder, words, self._cluster, on_gpu=True, cwd=self._config.cwd)
+        return Task(label, folder, self.words(cell, folder), self.cluster, cwd=self.cwd)
 
     def identity(self, cell: Cell, folder: Path) -> dict[str, Any]:
         """Return the identity that a run would have now."""
-        cwd = Path(self._config.cwd or Path.cwd())
-        return of_command(self._config.words(cell, folder), cwd, folder.resolve())
+        cwd = Path(self.cwd or Path.cwd())
+        return of_command(self.words(cell, folder), cwd, folder.resolve())
 
     def facts(self, folder: Path) -> dict[str, Any]:
         """Return the facts of a :class:`Comparison`: of its first run, the command and the files that it names."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from symexplin.lab.compare.grid import PROCESSES, ClusterConfig
-from symexplin.lab.files import read_json, write_json
+from symexplin.lab.files import write_json
 from symexplin.lab.folders import FACTS, RESULT
 from symexplin.lab.identity import of_command
 from symexplin.lab.process import StopSignals, end_with_parent
@@ -50,16 +49,14 @@ def has_ended(run: Path) -> bool:
 class Task(NamedTuple):
     """A run to execute.
 
-    `cluster` is what it asks for, `on_gpu` whether a process of this machine may have a GPU of its own, `work` how long
-    it takes relative to others, `resumes` whether it continues after it was stopped, and `cwd` the folder where a
-    command of the user's own is executed.
+    `cluster` is what it asks for, `work` how long it takes relative to others, `resumes` whether it continues after it
+    was stopped, and `cwd` the folder where a command of the user's own is executed.
     """
 
     label: str
     folder: Path
     command: list[str]
     cluster: ClusterConfig = ClusterConfig()
-    on_gpu: bool = False
     work: float = 1.0
     resumes: bool = False
     cwd: str | None = None
@@ -97,18 +94,11 @@ class Task(NamedTuple):
 
     def has_result(self, status: int) -> bool:
         """Whether the run has written its result, and has ended well or written an error that is its result."""
-        return self.result.exists() and (not status or _names_error(self.result))
+        return self.result.exists() and (not status or '"error"' in self.result.read_text(errors="replace"))
 
     def record(self, began: float) -> None:
         """Write that the run has ended well, and how long it took, for runs that do not say it themselves."""
         write_json(self.file(".json"), {"seconds": round(time.monotonic() - began, 3)})
-
-
-def _names_error(result: Path) -> bool:
-    try:
-        return "error" in read_json(result)
-    except ValueError:
-        return False
 
 
 # A task whose run has ended, and why it failed, if it did.
@@ -125,13 +115,11 @@ def gpus_here() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip()]
+    words = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
-    except OSError:
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError):
         return []
-    names = re.findall(r"UUID: ([\w-]+)", listed)
-    parts = [name for name in names if name.startswith("MIG-")]  # a GPU in parts cannot be used whole
-    return parts or names
 
 
 def execute(queue: deque[Task], jobs: int, timeout: float | None, echo: Echo) -> Generator[Ended, None, None]:
@@ -189,7 +177,7 @@ class _Process:
     def __init__(self, task: Task, jobs: int, gpus: Sequence[str]) -> None:
         self.task, self.began = task, time.monotonic()
         self.stopped: float | None = None  # when SIGTERM was sent
-        self.gpus = gpus[: task.places] if task.on_gpu and max(jobs, task.places) > 1 else []
+        self.gpus = gpus[: task.places] if max(jobs, task.places) > 1 else []
         self._log_path = task.file(".log")
         task.begin()
         threads = {"OMP_NUM_THREADS": str(threads_each(jobs))} if jobs > 1 else {}
@@ -236,16 +224,13 @@ class _Process:
     def reason(self, status: int, timeout: float | None) -> str:
         """Return why the process with a status has not ended well."""
         if self.stopped is not None:
-            killed = f"; it ignored SIGTERM, and was killed {_PATIENCE / _MINUTE:g} minutes later"
-            late = f"it took longer than --timeout {timeout:g} minutes, and was stopped"
-            return late + (killed if status == -signal.SIGKILL else "")
+            return f"it took longer than --timeout {timeout:g} minutes, and was stopped"
         if status < 0:
             return f"signal {-status} killed its process, perhaps for lack of memory (try fewer --jobs)"
         said = last_lines(self._log_path)
         if not status:
             return f"it ended without {str(self.task.result)!r}, such as {EXAMPLE}: {said}"
-        wrote = f" after it wrote {RESULT}" if self.task.result.exists() else ""
-        return f"its command failed with status {status}{wrote}: {said}"
+        return f"its command failed with status {status}: {said}"
 
 
 def last_lines(log: Path) -> str:

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,35 @@ from symexplin.lab.compare.grid import Cell
 from symexplin.lab.compare.launch import EXAMPLE, process_file
 from symexplin.lab.files import read_json
 from symexplin.lab.folders import RESULT
+from symexplin.lab.settings import NotNegative, Schema, from_table
 
 __all__ = ["read_run"]
 
-_SHOWN = 80  # characters of a curve that is wrong
-_LARGEST = 3.4e38  # of a loss, as in float32: a larger one has diverged
-# Keys with a meaning, those of the laboratory's runs among them; other numbers are a user's own.
-_KNOWN = ("loss", "curve", "seconds", "tokens_per_second", "error", "step", "steps", "parameters", "sha256")
+_OF_THE_LABORATORY = ("step", "steps", "parameters", "sha256")  # further keys of its runs, not to show
+
+
+@dataclass(frozen=True)
+class _Result(Schema):
+    """The keys of result.json that have a meaning; other numbers are a user's own."""
+
+    loss: float | None = None
+    curve: tuple[tuple[float, ...], ...] = ()
+    seconds: NotNegative | None = None
+    tokens_per_second: NotNegative | None = None
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the keys, and the order of the rows."""
+        super().__post_init__()
+        if self.loss is None and not self.error:
+            raise ValueError("loss must be given")
+        if {len(row) for row in self.curve} not in (set(), {2}, {3}):
+            raise ValueError("curve must be a list of [step, loss] or of [step, loss, seconds]")
+        steps, times = [row[0] for row in self.curve], [row[2] for row in self.curve if len(row) == 3]
+        if steps != sorted(set(steps)) or any(step < 0 or step % 1 for step in steps):
+            raise ValueError("curve must have steps that are whole numbers and increase from 0")
+        if times != sorted(times) or any(not 0 <= time < math.inf for time in times):
+            raise ValueError("curve must have seconds that increase from 0")
 
 
 def read_run(folder: Path, cell: Cell) -> Run:
@@ -33,7 +55,7 @@ def read_run(folder: Path, cell: Cell) -> Run:
     """
     path = folder / RESULT
     try:
-        run = _run(path.read_bytes(), cell)
+        run = _run(json.loads(path.read_bytes()), cell)
     except ValueError as error:
         raise ValueError(
             f"{str(path)!r} must be like {EXAMPLE} (the curve is optional), but {error}: correct it, or delete it to "
@@ -45,62 +67,23 @@ def read_run(folder: Path, cell: Cell) -> Run:
     return run
 
 
-def _run(content: bytes, cell: Cell) -> Run:
-    """Return a run with the content of its result.json; a ValueError speaks of it in the words of JSON."""
-    try:
-        result: Any = json.loads(content, parse_int=float)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is not JSON: {error}") from None
-    if not isinstance(result, dict):
+def _run(table: Any, cell: Cell) -> Run:
+    if not isinstance(table, dict):
         raise ValueError("it is not an object")
-    ended_early = result.get("error")
-    if not ended_early and "loss" not in result:
-        raise ValueError('it has no "loss"')
-    loss = math.nan if ended_early else _number('"loss"', result["loss"])
-    table, beyond = _curve(result), ", beyond float32" if math.isfinite(loss) else ""
-    if is_finite := abs(loss) <= _LARGEST:
-        last, *_ = table[-1:] or [(0.0, loss)]
-        table = [*table[:-1], (last[0], loss, *last[2:])]
-    table = [row for row in table if abs(row[1]) <= _LARGEST]
+    known = {field.name for field in dataclasses.fields(_Result)}
+    result = from_table(_Result, {key: value for key, value in table.items() if key in known})
+    loss, curve = math.nan if result.loss is None or result.error else result.loss, list(result.curve)
+    if math.isfinite(loss):
+        step, _, *seconds = curve.pop() if curve else (0.0, loss)
+        curve.append((step, loss, *seconds))
+    curve = [row for row in curve if math.isfinite(row[1])]
+    numbers = {key: x for key, x in table.items() if key not in known and key not in _OF_THE_LABORATORY}
     return Run(
         *cell,
-        curve=tuple((int(row[0]), row[1]) for row in table),
-        seconds=_positive("seconds", result),
-        tokens_per_second=_positive("tokens_per_second", result),
-        error=None if is_finite else str(ended_early or f"loss is {loss}{beyond}"),
-        by_time=tuple((row[2], row[1]) for row in table if len(row) == 3),
-        extra={key: x for key, x in result.items() if key not in _KNOWN and isinstance(x, float) and math.isfinite(x)},
+        curve=tuple((int(row[0]), row[1]) for row in curve),
+        seconds=result.seconds,
+        tokens_per_second=result.tokens_per_second,
+        error=None if math.isfinite(loss) else result.error or f"loss is {loss}",
+        by_time=tuple((row[2], row[1]) for row in curve if len(row) == 3),
+        extra={key: float(x) for key, x in numbers.items() if type(x) in (int, float) and math.isfinite(x)},
     )
-
-
-def _curve(result: Mapping[str, Any]) -> list[tuple[float, ...]]:
-    """Return the rows of "curve": a step, a loss and perhaps the seconds."""
-    try:
-        table = [tuple(_number("curve", number) for number in row) for row in result.get("curve", [])]
-        widths = {len(row) for row in table}
-    except (TypeError, ValueError):
-        widths = {0}
-    if widths not in (set(), {2}, {3}):
-        wrong = f'"curve" is {json.dumps(result["curve"])[:_SHOWN]}'
-        raise ValueError(f"{wrong}, not a list of [step, loss] or of [step, loss, seconds]")
-    steps, times = [row[0] for row in table], [row[2] for row in table if len(row) == 3]
-    if steps != sorted(set(steps)) or any(step < 0 or step % 1 for step in steps):
-        raise ValueError('the steps of "curve" are not whole numbers that increase from 0')
-    if times != sorted(times) or any(not 0 <= time < math.inf for time in times):
-        raise ValueError('the seconds of "curve" do not increase from 0')
-    return table
-
-
-def _positive(key: str, result: Mapping[str, Any]) -> float | None:
-    if result.get(key) is None:
-        return None
-    number = _number(f'"{key}"', result[key])
-    if not 0 <= number < math.inf:
-        raise ValueError(f'"{key}" is {json.dumps(number)}, not a finite number of at least 0')
-    return number
-
-
-def _number(name: str, value: object) -> float:
-    if not isinstance(value, float):  # whole numbers were read as floats
-        raise ValueError(f"{name} is {json.dumps(value)}, not a number")
-    return value

@@ -10,7 +10,6 @@ What is particular to the runs of the laboratory or to those of a command is in 
 
 import contextlib
 import dataclasses
-import shlex
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -18,15 +17,15 @@ from pathlib import Path
 
 from symexplin.lab.compare.cells import text_table
 from symexplin.lab.compare.cluster import hand_over, queued
-from symexplin.lab.compare.comparison import Comparison, Run, decimals
+from symexplin.lab.compare.comparison import Comparison, Run
 from symexplin.lab.compare.grid import CONFIG, RUNS, Cell, GridConfig
 from symexplin.lab.compare.kinds import Command, Laboratory
 from symexplin.lab.compare.launch import Task, execute, has_ended
 from symexplin.lab.compare.result import read_run
+from symexplin.lab.compare.words import decimals, notes, verdict
 from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.folders import FACTS, check_unused, claimed
 from symexplin.lab.identity import changes, check_run, mixed
-from symexplin.lab.provenance import cores
 from symexplin.lab.settings import dump_toml
 
 __all__ = ["Sweep", "compare", "opened", "run_sweeps"]
@@ -63,8 +62,8 @@ def compare(
     Raises:
         ValueError: a folder, data or variant that cannot be used, a comparison of other settings or code, a cluster
             that does not answer, or refuses the jobs.
-        ChildProcessError: a run has failed: the first one, before any other has ended well, stops all; later ones are
-            named at the end. Or the baseline stayed finite at no learning rate.
+        ChildProcessError: a run has failed: the first one, before any other has ended well, stops all. Or the baseline
+            stayed finite at no learning rate.
         Stopped: SIGTERM, SIGINT or SIGHUP came. Runs of the laboratory were saved.
     """
     with opened(kind, out, resume, mix_code, echo) as sweep:
@@ -75,8 +74,6 @@ def compare(
 @contextlib.contextmanager
 def opened(kind: Kind, out: str | Path, resume: bool, mix_code: bool, echo: Echo, name: str = "") -> "Iterator[Sweep]":
     """Claim the folder of a comparison, and check it."""
-    if not kind.grid.on_cluster and (kind.grid.jobs or 1) > cores():
-        raise ValueError(f"jobs must be at most {cores()}, the cores available to this process, got {kind.grid.jobs}")
     with claimed(out, "comparison", {CONFIG}) as folder:
         check_unused(folder / CONFIG, "a comparison", resume)
         most = f"{'up to ' if kind.grid.confirm_seeds else ''}{kind.grid.most_runs} runs"
@@ -104,8 +101,7 @@ def run_sweeps(sweeps: "Sequence[Sweep]", out: Path, submit: bool, echo: Echo) -
         _run_here(queue, owners, grid, echo)
     failures = [failure for sweep in sweeps for failure in sweep.failures]
     if failures:
-        others = f"; {len(failures) - 1} more failed, see above" if len(failures) > 1 else ""
-        raise ChildProcessError(failures[0] + others + next(sweep.remedy for sweep in sweeps if sweep.failures))
+        raise ChildProcessError(failures[0])
 
 
 def _run_here(queue: deque[Task], owners: "dict[Path, Sweep]", grid: GridConfig, echo: Echo) -> None:
@@ -132,11 +128,9 @@ class Sweep:
         self.failures: list[str] = []
         self.comparison: Comparison | None = None
         self._echo, self._name = echo, name
-        self._lost: set[str] = set()  # variants of which a process or job has failed
-        self._spoiled: set[str] = set()  # variants of which a result cannot be read
         self._cells: list[Cell] = []  # of both stages, in order
         self._runs: dict[Cell, Run] = {}
-        self._left: dict[Path, tuple[Cell, str]] = {}  # with their labels
+        self._left: dict[Path, Cell] = {}
         self._confirming = False
         self._jobs: Collection[Path] = ()  # folders of runs that are queued or run on a cluster
 
@@ -153,62 +147,41 @@ class Sweep:
         for number, cell in enumerate(cells, start=1):
             label = f"{self._name}{number}/{len(cells)} {cell.variant} lr {cell.lr:g} seed {cell.seed}"
             folder = self.folder / RUNS / cell.name
-            if (folder / FACTS).exists() and (code := self._code_since(cell, folder)):
-                stale.append(cell.name)
-                changed |= dict.fromkeys(code)
+            if (folder / FACTS).exists():
+                found = check_run(folder, read_json(folder / FACTS), self.kind.identity(cell, folder))
+                stale += [cell.name] if found.code else []
+                changed |= dict.fromkeys(found.code)
             if has_ended(folder):
                 self._read(cell, label, " (already there)")
             else:
-                self._left[folder] = cell, label
+                self._left[folder] = cell
                 tasks.append(self.kind.task(label, cell, folder))
         if stale and not self._mix_code and any(task.folder not in self._jobs for task in tasks):
             raise mixed([*changed], stale, self.folder)
         return tasks or self._next()
 
-    def _code_since(self, cell: Cell, folder: Path) -> list[str]:
-        """Return what code has changed since the run in a folder began; raise ValueError if it is another run."""
-        try:
-            facts = read_json(folder / FACTS)
-        except ValueError:
-            facts = {}
-        if "source" not in facts:
-            damaged = f"{str(folder / FACTS)!r} is damaged"
-            raise ValueError(f"{damaged}: remove {str(folder)!r}, and --resume trains that run again")
-        return check_run(folder, facts, self.kind.identity(cell, folder)).code
-
     def ended(self, task: Task, reason: str | None, note: str = "") -> list[Task]:
         """Take the result of a run, or why it failed; return further runs to execute."""
-        cell, label = self._left.pop(task.folder)
+        cell = self._left.pop(task.folder)
         if reason is None:
-            self._read(cell, label, note)
+            self._read(cell, task.label, note)
         else:
-            self.failures.append(f"{label}: {reason}")
-            self._lost.add(cell.variant)
+            self._fail(f"{task.label}: {reason}; correct that and --resume")
             if task.cwd is not None:  # a command that failed may be corrected
                 (task.folder / FACTS).unlink(missing_ok=True)
         if self.failures and not self._runs:
-            raise ChildProcessError(self.failures[-1] + self.remedy)
-        if reason is not None:
-            self._echo(f"failed: {self.failures[-1]}")
+            raise ChildProcessError(self.failures[-1])
         return [] if self._left else self._next()
 
-    @property
-    def remedy(self) -> str:
-        """The end of an error: what to do after a process or job has failed."""
-        if not self._lost:
-            return ""
-        rest = [variant for variant in self.grid.variants if variant not in self._lost | self._spoiled]
-        leave_out = f", or leave the variant out with --resume --variants {shlex.join(rest)}"
-        return f"; correct that and --resume{leave_out if len(rest) > 1 and self.grid.base in rest else ''}"
+    def _fail(self, why: str) -> None:
+        self.failures.append(why)
+        self._echo(f"failed: {why}")
 
     def _read(self, cell: Cell, label: str, note: str) -> None:
         try:
             run = self._runs[cell] = read_run(self.folder / RUNS / cell.name, cell)
         except ValueError as error:
-            self.failures.append(f"{label}: {error}")
-            self._spoiled.add(cell.variant)
-            if self._runs:
-                self._echo(f"failed: {self.failures[-1]}")
+            self._fail(f"{label}: {error}")
             return
         took = "" if run.seconds is None else f", {run.seconds:.0f} s"
         self._echo(f"{label}: {run.error or f'loss {run.loss:.{decimals(run.loss)}f}{took}'}{note}")
@@ -223,7 +196,7 @@ class Sweep:
         try:
             lrs = comparison.chosen_lrs()
         except ValueError as error:
-            self.failures.append(f"{self._name}{error}")
+            self._fail(f"{self._name}{error}")
             return []
         if self.grid.confirm_seeds and not self._confirming:
             self._confirming = True
@@ -242,5 +215,5 @@ class Sweep:
         comparison = dataclasses.replace(comparison, changed=(*code,), **self.kind.facts(self.folder))
         self.comparison = comparison
         comparison.save(self.folder)
-        self._echo("\n".join(("", *comparison.verdict, "", text_table(comparison), "", *comparison.notes, "")))
-        self._echo(f"report: {report_comparison(self.folder)}")
+        self._echo("\n".join(("", *verdict(comparison), "", text_table(comparison), "", *notes(comparison), "")))
+        self._echo(f"report: {report_comparison(comparison)}")

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import ScaledTranslation
 from numpy.typing import ArrayLike, NDArray
 
-from symexplin.lab.compare.comparison import Comparison
+from symexplin.lab.compare.comparison import Comparison, Row
 
 __all__ = [
     *("COLORS", "GUIDE", "GUIDE_LINE", "STEPS", "STYLE", "UNDATED", "Chart", "Floats", "Line"),
@@ -185,54 +185,36 @@ class Chart(NamedTuple):
 
 def comparison_figures(comparison: Comparison) -> list[Chart]:
     """Return the curves and the learning-rate sweep of a comparison."""
-    shared, best = ([(row.variant, row.lr) for row in comparison.rows(which)] for which in ("shared", "best"))
     labels = {variant: comparison.label(variant) for variant in comparison.variants}
-    ending = "after the first fifth of the steps."
     charts = []
-    if any(_late(run.curve, _EARLY).shape[1] > 1 for run in comparison.runs):
-        draw = functools.partial(draw_losses, title="", comparison=comparison, cells=shared, labels=labels)
-        charts.append(Chart(chart(draw), f"Loss at the shared learning rate, {ending}"))
-        if best != shared:
-            draw = functools.partial(draw_losses, title="", comparison=comparison, cells=best, labels=labels)
-            charts.append(Chart(chart(draw), f"Loss, each variant at its own best learning rate, {ending}"))
+    if any(len(run.curve) > 1 and len(_late(run.curve, _EARLY)) > 1 for run in comparison.runs):
+        for title, rows in comparison.tables:
+            draw = functools.partial(draw_losses, title="", comparison=comparison, rows=rows)
+            charts.append(Chart(chart(draw), f"{title}: loss after the first fifth of the steps."))
     draw = functools.partial(draw_sweep, title="", comparison=comparison, labels=labels)
     averaged = "the first stage's seeds" if comparison.counted_seeds != comparison.seeds else "the seeds"
     caption = f"Loss after the last step: points are seeds, the line is the mean of {averaged}."
     return [*charts, Chart(chart(draw), caption)]
 
 
-def draw_losses(
-    axes: Axes,
-    title: str,
-    comparison: Comparison,
-    cells: Sequence[tuple[str, float | None]],
-    labels: Mapping[str, str],
-    early: float = _EARLY,
-) -> None:
-    """Draw the loss of each (variant, learning rate) of `cells` after the share `early` of the steps.
-
-    `labels` has all variants, the baseline first. One without a finite run has no line.
-    """
-    lines, seeds, own_styles = [], 1, styles(list(labels))
-    for variant, lr in cells:
-        curves = [_late(run.curve, early) for run in comparison.finite(variant, lr).values() if len(run.curve) > 1]
-        if not curves:
-            continue
-        label, style = f"{labels[variant]}, lr {lr:g}", own_styles[variant]
-        steps = curves[0][0]
-        if all(np.array_equal(curve[0], steps) for curve in curves):
-            lines.append(mean_line(label, steps, [curve[1] for curve in curves], style))
+def draw_losses(axes: Axes, title: str, comparison: Comparison, rows: Sequence[Row], early: float = _EARLY) -> None:
+    """Draw the losses of rows after the share `early` of the steps; a row without a finite run has no line."""
+    lines, seeds, own_styles = [], 1, styles(comparison.variants)
+    for row in rows:
+        curves = [run.curve for run in comparison.finite(row.variant, row.lr).values() if len(run.curve) > 1]
+        if curves:
+            steps = _late(curves[0], early)
+            losses = [np.interp(steps, *np.array(curve).T) for curve in curves]  # a command may have steps of its own
+            label = f"{comparison.label(row.variant)}, lr {row.lr:g}"
+            lines.append(mean_line(label, steps, losses, own_styles[row.variant]))
             seeds = max(seeds, len(curves))
-        else:  # seeds of a command may have steps of their own, which have no mean
-            lines += [Line("" if i else label, curve[0], curve[1], style) for i, curve in enumerate(curves)]
     about = f"mean of {seeds} seeds, band: lowest to highest" if seeds > 1 else None
     panel(axes, title, STEPS, _axis("loss", comparison), lines, about=about)
 
 
-def _late(evals: Sequence[tuple[int, float]], early: float) -> Floats:
-    """Return steps and losses after the share `early` of the steps."""
-    curve = np.array(evals, dtype=float).T
-    return curve[:, curve[0] >= early * curve[0, -1]]
+def _late(curve: Sequence[tuple[int, float]], early: float) -> Floats:
+    """Return the steps of a curve after the share `early` of them."""
+    return np.array([step for step, _ in curve if step >= early * curve[-1][0]], dtype=np.float64)
 
 
 def draw_sweep(

@@ -1,6 +1,5 @@
 """The page of a comparison or a table: one HTML file that contains its charts. One template shows all pages."""
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,14 +7,14 @@ from typing import Any
 
 import jinja2
 
-from symexplin.config import SELConfig
 from symexplin.lab.compare.cells import Cell, Column, cells, run_cells, tag
 from symexplin.lab.compare.comparison import Comparison
+from symexplin.lab.compare.words import notes, verdict
 from symexplin.lab.files import replace_file
 from symexplin.lab.maps import map_in_words
 from symexplin.lab.report.charts import Chart, comparison_figures
 
-__all__ = ["PAGE", "Card", "Grid", "Section", "reading", "report_comparison", "write_page"]
+__all__ = ["PAGE", "Card", "Grid", "Section", "report_comparison", "write_page"]
 
 PAGE = "report.html"
 _HOMES = {"optimizer": "in the optimizer", "module": "in the modules"}
@@ -65,24 +64,10 @@ class Section:
     folded: bool = False
 
 
-def report_comparison(folder: str | Path) -> Path:
+def report_comparison(comparison: Comparison) -> Path:
     """Write `report.html` into the folder of a finished comparison, and return its path."""
-    comparison = Comparison.load(folder)
-    with reading(folder):
-        return write_page(
-            Path(folder),
-            title=f"Comparison of {', '.join(map(comparison.label, comparison.variants))}",
-            sections=list(_sections(comparison)),
-        )
-
-
-@contextlib.contextmanager
-def reading(path: str | Path) -> Iterator[None]:
-    """Turn the error of a missing key into a ValueError that names the file or folder."""
-    try:
-        yield
-    except (KeyError, jinja2.UndefinedError) as error:
-        raise ValueError(f"{str(path)!r} is damaged, or of another version of symexplin: it lacks {error}") from None
+    title = f"Comparison of {', '.join(map(comparison.label, comparison.variants))}"
+    return write_page(comparison.folder, title, list(_sections(comparison)))
 
 
 def write_page(folder: Path, title: str, sections: Sequence[Section]) -> Path:
@@ -103,14 +88,14 @@ def _sections(comparison: Comparison) -> Iterator[Section]:
     leader = comparison.leader(comparison.variants[1:])
     told = tag(leader) if leader else "not finite"
     yield Section(
-        cards=[Card(told, sentences=comparison.verdict)],
+        cards=[Card(told, sentences=verdict(comparison))],
         grids=[Grid(cells(comparison, rows), title) for title, rows in comparison.tables],
         note=_explained(comparison),
-        sentences=comparison.notes,
+        sentences=notes(comparison),
         figures=comparison_figures(comparison),
     )
     yield Section("All runs", grids=[Grid(run_cells(comparison))], folded=True)
-    maps = {f"map of {comparison.label(variant)}": _map(curve) for variant, curve in comparison.maps.items()}
+    maps = {f"map of {comparison.label(variant)}": _map(comparison, variant) for variant in comparison.maps}
     config, *others = (comparison.facts.get(key, {}) for key in ("config", "command", "corpus", "model", "provenance"))
     origin = {_OF_ORIGIN.get(key, key): text for part in others for key, text in _facts(part).items()}
     yield Section("Where it comes from", grids=[Grid.of_facts(maps | origin)])
@@ -158,9 +143,9 @@ def _text(value: object) -> str:
     return "unknown" if value is None else str(value)
 
 
-def _map(table: Mapping[str, Any] | None) -> str:
-    """Return the home and the map of a variant in words; the table has the keys "home" and "start" as well."""
-    if table is None:
+def _map(comparison: Comparison, variant: str) -> str:
+    """Return the home and the map of a variant in words."""
+    table, config = comparison.maps.get(variant), comparison.map_of(variant)
+    if table is None or config is None:
         return "ordinary weights"
-    config = SELConfig.from_dict({key: value for key, value in table.items() if key not in ("home", "start")})
     return f"curved {_HOMES[table['home']]}; {map_in_words(config, table['start'])}"
