@@ -271,7 +271,7 @@ def test_a_file_of_ones_own_is_a_table(tmp_path):
     ("changes", "words"),
     [
         ({"modl": {"width": 3}}, "did you mean 'model'"),
-        ({"lr": 3e-3}, r"key 'lr' belongs in \[train\]"),
+        ({"lr": 3e-3}, r"unknown key 'lr', which belongs in \[train\]"),
         ({"train": 3}, r"\[train\] must be a table, got 3"),
         ({"variant": {"strong": 3}}, r"\[variant.strong\] must be a table, got 3"),
         ({"variant": {"strng": {"map": {"beta": 3}}}}, "variant must be one of .*did you mean 'strong'"),
