@@ -29,17 +29,13 @@ CONFIGS = {
     "default": sel.SELConfig(),
     "exp_only with constants": sel.SELConfig(beta=3.0, e=sel.Scale(start=1.5), n=sel.Scale(start=0.3), normalize=True),
     "paper": strong("paper"),
-    "absorbed": strong("absorbed"),
-    "congruent with offset": strong("congruent", n=COLUMN, normalize=True),
-    "oppose, vectors": strong("paper", mode="oppose", e=sel.Scale("row", k=(9, 9)), l=COLUMN, m=sel.Scale()),
+    "absorbed, a number": strong("absorbed", e=NUMBER),
+    "congruent with offset": strong("congruent", m=NUMBER, n=COLUMN, normalize=True),
+    "oppose, vectors": strong("paper", mode="oppose", e=sel.Scale("row", k=(9, 9)), l=COLUMN, m=sel.Scale(), s=COLUMN),
     "frozen": strong("frozen"),
     "exp_only, learned": strong("exp_only"),
-    "linear, learned": strong("structured_linear", normalize=True),
-    "linear, numbers": strong("one_number"),
-    "absorbed, numbers": strong("absorbed", e=NUMBER, m=NUMBER),
+    "one number": strong("one_number"),
     "offset and delta": strong("paper+offset"),
-    "overall scale": strong("paper", s=sel.Scale("column", k=(1, 1))),
-    "congruent, numbers": strong("congruent", m=NUMBER, n=NUMBER),
 }
 
 
@@ -127,7 +123,7 @@ def test_kernels_step_as_float64_does(config, name, monkeypatch):
             assert (found - value).norm() <= 2e-3 * value.norm() + 1e-9, key
 
 
-@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("name", [PATHS[0], PATHS[2]])  # tests/kernels has Triton's interpreter
 @pytest.mark.parametrize("config", ["default", "paper"])
 def test_half_precision_steps_from_equal_gradients(config, name, monkeypatch):
     with path("readable", monkeypatch):
@@ -144,6 +140,7 @@ CHANGES = {  # of a parameter's state between steps
     "moment": lambda state: state.update(exp_avg=state["exp_avg"] * 0.5),
     "data": lambda state: setattr(state["exp_avg_sq"], "data", state["exp_avg_sq"] * 2.0),
     "count": lambda state: state["step"].add_(3),
+    "own tensors": lambda state: state.update({key: value.clone() for key, value in state.items()}),
 }
 
 
@@ -153,7 +150,8 @@ CHANGES = {  # of a parameter's state between steps
 def test_changes_between_steps_are_followed_as_by_a_new_optimizer(change, config, name, monkeypatch):
     with path(name, monkeypatch):
         model, optimizer = steps(2, CONFIGS[config])
-        change(optimizer.state[model.last.weight])
+        for parameter in (model.wide.weight, model.last.weight):
+            change(optimizer.state[parameter])
         twin = copy.deepcopy(model)
         other = sel.SELAdamW(twin, lr=1e-3, config=CONFIGS[config], total_steps=20, max_grad_norm=0.5)
         other.load_state_dict(optimizer.state_dict())
@@ -166,26 +164,6 @@ def test_changes_between_steps_are_followed_as_by_a_new_optimizer(change, config
     monkeypatch.setattr(sel.SELAdamW, "rule_", lambda *_: called.append(1))
     with path("readable", monkeypatch):
         optimizer.step()
-    assert called
-
-
-@pytest.mark.parametrize("config", ["default", "paper"])
-def test_gradients_in_another_order_of_memory_are_the_same_gradients(config):
-    ends = []
-    for is_turned in (False, True):
-        model, optimizer = steps(2, CONFIGS[config])
-        if is_turned:
-            model.wide.weight.grad = model.wide.weight.grad.T.contiguous().T
-        optimizer.step()
-        ends.append(model)
-    assert distance(*ends) == 0.0
-
-
-def test_a_rule_that_an_object_gets_takes_over_at_once():
-    called = []
-    _, optimizer = steps(2, CONFIGS["paper"])
-    optimizer.rule_ = lambda leaves, _: called.extend(leaves)
-    optimizer.step()
     assert called
 
 
