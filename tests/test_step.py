@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -35,4 +36,4 @@ def test_a_profile_names_files_and_kernels(capsys, monkeypatch):
     chosen = ("--cases", "400x16", "--variants", "paper", "--rounds", 1, "--threads", 1, "--device", "cpu")
     printed = run(SCRIPT, "--profile", *chosen, capsys=capsys, monkeypatch=monkeypatch)
     assert "400x16 float32 paper: host" in printed
-    assert "optim/products.py" in printed
+    assert re.search(r"optim/\w+\.py", printed)  # which are the slowest depends on the machine
