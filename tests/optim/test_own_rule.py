@@ -125,7 +125,7 @@ class Normalized(sel.RawSpaceOptimizer):
             leaf.value.sub_(leaf.lr * leaf.grad / leaf.grad.norm())
 
 
-@pytest.mark.parametrize("config", [sel.SELConfig(), PAPER], ids=["default", "paper"])
+@pytest.mark.parametrize("config", [PAPER, sel.SELConfig()], ids=["paper", "default"])
 def test_a_rule_gets_whole_tensors(config):
     """Of which more than one has the size of a part: the movement of each has the length of the rate."""
     ends = []
