@@ -23,7 +23,7 @@ from symexplin.optim.shard import local
 
 __all__ = ["RUNS", "joined", "resumed", "saved", "several", "trajectory"]
 
-ROWS = 24  # as many for each of 2, 3 or 4 processes
+ROWS = 24  # as many for each of 2 or 4 processes
 PAPER, OFFSET = strong("paper"), strong("paper+offset")
 SELMuon = load(Path(__file__).parents[1] / "examples" / "sel_muon.py").SELMuon  # a rule that needs whole tensors
 
@@ -68,7 +68,6 @@ RUNS = {
     "default": {"config": None, "lr": 1e-2},
     "paper": {"config": PAPER},
     "offset": {"config": OFFSET},
-    "absorbed": {"config": strong("absorbed")},
     "numbers": {"config": strong("paper", l=sel.Scale("global", k=(50.0, 8.0)))},
     "sums": {"config": SUMS},
     "muon": {"config": OFFSET, "kind": SELMuon, "lr": 1e-3, "split": {"3.weight": (8, 4, 4)}},

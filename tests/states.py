@@ -46,7 +46,7 @@ STATES = {
     "denormals": functools.partial(_setting, lambda: False, torch.set_flush_denormal, True),
 }
 # What copies meet at once. A state that hides what another shows stands apart from it.
-_TOGETHER = (("bfloat16", "meta", "medium"), ("float64", "deterministic", "threads"), ("inference", "autocast"))
+_TOGETHER = (("bfloat16", "meta", "medium", "deterministic", "threads"), ("inference", "autocast"))
 _OUTSIDE = tuple(f"symexplin.{name}" for name in ("__main__", "cli", "experiments", "lab"))
 _SPECIAL = ("__init__", "__repr__", "__setstate__")  # methods that enter the state besides the public ones
 _USUAL_ONLY = ("usual_state", "slow", "distributed", "gpu")  # marks of tests that are not copied

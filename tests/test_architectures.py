@@ -33,20 +33,14 @@ EMBEDDING, BERT = "model.embed_tokens", "bert.embeddings.*"
 PLAIN = {
     "LlamaForCausalLM": (LLAMA, EMBEDDING, "lm_head"),
     "LlamaForSequenceClassification": (LLAMA, EMBEDDING, "score"),
-    "MistralForCausalLM": (LLAMA, EMBEDDING, "lm_head"),
     "Qwen3ForCausalLM": ({**LLAMA, "tie_word_embeddings": True}, EMBEDDING),
-    "Gemma3ForCausalLM": (LLAMA, EMBEDDING),
-    "Olmo2ForCausalLM": (LLAMA, EMBEDDING, "lm_head"),
     "Phi3ForCausalLM": (LLAMA, EMBEDDING, "lm_head"),
-    "GPTNeoXForCausalLM": (TEXT, "gpt_neox.embed_in", "lm_head"),
     "GPT2LMHeadModel": (GPT2, "transformer.wte", "transformer.wpe"),
     "MixtralForCausalLM": (MOE, EMBEDDING, "lm_head", "model.layers.?.mlp.gate"),
-    "Qwen3MoeForCausalLM": (MOE, EMBEDDING, "lm_head", "model.layers.?.mlp.gate"),
     "DeepseekV3ForCausalLM": (DEEPSEEK, EMBEDDING, "lm_head", "model.layers.1.mlp.gate"),
     "GptOssForCausalLM": (MOE, EMBEDDING, "lm_head", "model.layers.?.mlp.router"),
     "BertForMaskedLM": (TEXT, BERT),  # whose cls.predictions.transform is curved
     "RobertaForSequenceClassification": (TEXT, "roberta.embeddings.*", "classifier.out_proj"),
-    "ModernBertForMaskedLM": (TEXT, "model.embeddings.tok_embeddings"),
     "T5ForConditionalGeneration": (T5, "shared", "*.relative_attention_bias"),
     "ViTForImageClassification": (VIT, "vit.embeddings.*", "classifier"),
     "CLIPModel": (CLIP, "*_model.embeddings.*"),  # whose projections are curved

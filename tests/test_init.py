@@ -79,13 +79,6 @@ def test_a_model_that_cannot_be_initialized_is_refused():
         sel.init_(model, PAPER, xavier=False)
 
 
-def test_an_optimizer_does_not_say_how_the_weights_started():
-    """It cannot know whether `init_` was called."""
-    model = layers_of(8)
-    assert "start" not in repr(sel.SELAdamW(sel.init_(model, PAPER), config=PAPER, total_steps=9))
-    assert "start" not in str(sel.routing(model, PAPER))
-
-
 def test_a_model_with_frozen_parameters_is_no_new_one():
     model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))  # as beside LoRA's factors
     before = model[1].weight.clone()

@@ -220,20 +220,6 @@ def test_what_cannot_be_curved_is_refused(model, config, message):
         sel.routing(model, sel.SELConfig(**config))
 
 
-@pytest.mark.parametrize(
-    ("rates", "message"),
-    [
-        ({"wieght": 1.0, "*": 2.0}, "lr pattern 'wieght' matches no parameter that earlier ones leave: never used"),
-        ({"*": 1.0, "bias": 2.0}, "lr pattern 'bias' matches no parameter that earlier ones leave"),
-        ({"bias": 2.0}, "lr must have a pattern for every name, got none for 'weight'"),
-        ([1.0], r"lr must be a finite number >= 0, got \[1.0\]"),
-    ],
-)
-def test_rates_by_patterns_that_do_not_fit_are_refused(rates, message):
-    with pytest.raises(ValueError, match=message):
-        sel.routing(linear(), lr=rates)
-
-
 def test_the_width_is_the_side_that_occurs_most_often_the_larger_on_a_tie():
     table = sel.routing(nn.Sequential(nn.Linear(256, 64), nn.Linear(256, 64), nn.Linear(256, 256)))
     assert (table.width, table.config.beta) == (256, 3.75)

@@ -2,12 +2,10 @@
 
 import csv
 import itertools
-import runpy
-from argparse import Namespace
+import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from scripts import run
 
@@ -38,23 +36,4 @@ def test_a_profile_names_files_and_kernels(capsys, monkeypatch):
     chosen = ("--cases", "400x16", "--variants", "paper", "--rounds", 1, "--threads", 1, "--device", "cpu")
     printed = run(SCRIPT, "--profile", *chosen, capsys=capsys, monkeypatch=monkeypatch)
     assert "400x16 float32 paper: host" in printed
-    assert "optim/products.py" in printed
-
-
-def test_every_limit_is_of_a_case_and_a_variant():
-    script = runpy.run_path(str(SCRIPT))
-    for (case, _), limits in script["LIMITS"].items():
-        assert case in script["CASES"]
-        assert set(limits) <= set(script["VARIANTS"])
-
-
-def test_a_variant_on_a_gpu_is_reported_before_the_next_starts(monkeypatch):
-    """A run that is cut off leaves those that are done."""
-    one_by_one = runpy.run_path(str(SCRIPT))["one_by_one"]
-    for name in ("empty_cache", "reset_peak_memory_stats", "max_memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, lambda: 0)
-    started = []
-    monkeypatch.setitem(one_by_one.__globals__, "warm", lambda name, *_: started.append(name) or (lambda: None))
-    for name, _, times in one_by_one(["adamw", "paper"], Namespace(rounds=2)):
-        assert (name, len(times)) == (started[-1], 2)
-    assert started == ["adamw", "paper"]
+    assert re.search(r"optim/\w+\.py", printed)  # which are the slowest depends on the machine

@@ -8,8 +8,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-import forked
-from scripts import run, stop_at_second
+transformers = pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
+pytest.importorskip("peft")
+
+import forked  # noqa: E402
+from scripts import run, stop_at_second  # noqa: E402
 
 TESTS = Path(__file__).parents[1]
 EXAMPLES = TESTS.parent / "examples"
@@ -44,25 +48,55 @@ def assert_same_bits(a, b):
     assert all(torch.equal(value, b[name]) for name, value in a.items())
 
 
-def test_plain_loop(tmp_path):
-    lines = [
-        (str(EXAMPLES / "plain_loop.py"), "--out", str(tmp_path / name), "--steps", steps, "--total-steps", "60")
-        for name, steps in (("whole", "60"), ("parts", "30"), ("parts", "60"))
-    ]
-    printed, first, second = forked.outputs(["torch._dynamo", "symexplin.optim"], [(1, line) for line in lines])
-    losses = numbers(r"'loss': ([\d.]+)", printed)
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """A folder and what each job printed; all are forked from one process, which has imported what is slow."""
+    folder = tmp_path_factory.mktemp("jobs")
+
+    def job(processes, example, name, *options, launcher=()):
+        out = ("--cpu", "--output") if example in ("hf_trainer.py", "accelerate_fsdp2.py") else ("--out",)
+        return processes, (*launcher, str(EXAMPLES / example), *out, str(folder / name), *options)
+
+    def loop(name, steps):
+        return job(1, "plain_loop.py", name, "--steps", steps, "--total-steps", "60")
+
+    def gpt(processes, name, *options, steps="8"):
+        return job(processes, "nanogpt_style.py", name, "--steps", steps, *options)
+
+    def trainer(*options):
+        return job(1, "hf_trainer.py", "trainer", "--steps", *options)
+
+    def fsdp2(name, *options, **launcher):
+        return job(2, "accelerate_fsdp2.py", name, "--total-steps", "8", "--steps", *options, **launcher)
+
+    sharded = {"launcher": (str(TESTS / "accelerate_cpu.py"),)}
+    lines = {
+        **{"loop": loop("loop", "60"), "loop, first": loop("parts", "30"), "loop, second": loop("parts", "60")},
+        **{"gpt": gpt(1, "one"), "two gpts": gpt(2, "two"), "bfloat16": gpt(1, "half", "--dtype", "bfloat16")},
+        "float16": gpt(1, "less", "--dtype", "float16", "--optimizer", "adamw"),
+        "paper": gpt(1, "paper", "--optimizer", "paper", steps="20"),
+        **{"trainer": trainer("8"), "trainer, resumed": trainer("10", "--resume"), "whole": fsdp2("whole", "8")},
+        "sharded": fsdp2("sharded", "3", **sharded),
+        "sharded, resumed": fsdp2("sharded", "8", "--resume", **sharded),
+    }
+    modules = [*forked.TRAINER, "transformers.models.gpt2.modeling_gpt2"]
+    return folder, dict(zip(lines, forked.outputs(modules, list(lines.values())), strict=True))
+
+
+def test_plain_loop(jobs):
+    folder, said = jobs
+    losses = numbers(r"'loss': ([\d.]+)", said["loop"])
     assert len(losses) == 3
     assert losses[-1] < 0.7 * losses[0]
-    assert "20 {" in first
-    assert printed.splitlines()[-2:] == second.splitlines()[-2:]  # the figures after 40 and 60 steps
-    whole, parts = (torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("whole", "parts"))
+    assert "20 {" in said["loop, first"]
+    assert said["loop"].splitlines()[-2:] == said["loop, second"].splitlines()[-2:]  # the figures after 40 and 60 steps
+    whole, parts = (torch.load(folder / name / "model.pt", weights_only=True) for name in ("loop", "parts"))
     assert_same_bits(whole, parts)
     plain = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
     plain.load_state_dict(whole)
 
 
 def test_nanogpt_style_resumes_after_a_stop_in_the_midst_of_a_save(example, resumed, tmp_path):
-    transformers = pytest.importorskip("transformers")
     whole = example("nanogpt_style.py", "--out", tmp_path / "whole", "--steps", 45)
     losses = numbers(r"val loss (\S+)", whole)
     assert len(losses) == 3  # after 20, 40 and 45 steps
@@ -76,17 +110,9 @@ def test_nanogpt_style_resumes_after_a_stop_in_the_midst_of_a_save(example, resu
 
 
 @pytest.mark.distributed
-def test_nanogpt_style_on_two_processes_and_in_half_precision(tmp_path):
-    pytest.importorskip("transformers")
-
-    def job(processes, name, *more, steps="8"):
-        return processes, (str(EXAMPLES / "nanogpt_style.py"), "--out", str(tmp_path / name), "--steps", steps, *more)
-
-    half = ("--dtype", "bfloat16"), ("--dtype", "float16", "--optimizer", "adamw")
-    jobs = [job(1, "one"), job(2, "two"), *(job(1, more[1], *more) for more in half)]
-    jobs += [job(1, "paper", "--optimizer", "paper", steps="20")]
-    said = forked.outputs(["torch._dynamo", "transformers.models.gpt2.modeling_gpt2", "symexplin.optim"], jobs)
-    losses = [numbers(r"val loss (\S+)", text) for text in said]
+def test_nanogpt_style_on_two_processes_and_in_half_precision(jobs):
+    kinds = ("gpt", "two gpts", "bfloat16", "float16", "paper")
+    losses = [numbers(r"val loss (\S+)", jobs[1][kind]) for kind in kinds]
     assert [len(printed) for printed in losses] == [1, 1, 1, 1, 1]  # the second process prints nothing
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert losses[2:4] == [pytest.approx(losses[0], rel=0.02)] * 2
@@ -94,7 +120,6 @@ def test_nanogpt_style_on_two_processes_and_in_half_precision(tmp_path):
 
 
 def test_peft_lora(example, resumed, tmp_path):
-    pytest.importorskip("peft")
     printed = example("peft_lora.py", "--out", tmp_path, "--steps", 41)
     parts = resumed("peft_lora.py", "--out", tmp_path / "parts", "--steps", 41)
     assert numbers(r"loss (\S+)", parts) == numbers(r"loss (\S+)", printed)[1:]
@@ -111,7 +136,7 @@ def test_peft_lora(example, resumed, tmp_path):
 
 def test_trl_sft_clips_once(example, tmp_path, monkeypatch):
     pytest.importorskip("trl")
-    accelerator = pytest.importorskip("accelerate").Accelerator
+    accelerator = accelerate.Accelerator
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)
     measure = accelerator.clip_grad_norm_
 
@@ -127,37 +152,26 @@ def test_trl_sft_clips_once(example, tmp_path, monkeypatch):
     assert re.search(r"answer: 3 \+ 4 =", printed)
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
-def test_hf_trainer_and_accelerate_fsdp2(tmp_path):
-    """Resumed, and on two processes; Accelerate's sharded and whole runs are one trajectory, also when resumed."""
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-
-    def trainer(name, steps, *more):
-        return (str(EXAMPLES / "hf_trainer.py"), "--output", str(tmp_path / name), "--cpu", "--steps", steps, *more)
-
-    def fsdp2(name, steps, *more):
-        script = [str(TESTS / "accelerate_cpu.py")] if name == "sharded" else []
-        options = ("--steps", steps, "--total-steps", "8", "--output", str(tmp_path / name), "--cpu", *more)
-        return [*script, str(EXAMPLES / "accelerate_fsdp2.py"), *options]
-
-    jobs = [(1, trainer("one", "8")), (1, trainer("one", "10", "--resume")), (2, trainer("two", "4"))]
-    jobs += [(2, fsdp2("whole", "8")), (2, fsdp2("sharded", "3")), (2, fsdp2("sharded", "8", "--resume"))]
-    said = forked.outputs(forked.TRAINER, jobs)
-    losses, resumed, together = (numbers(r"^step \d+ loss (\S+)", text) for text in said[:3])
+def test_hf_trainer_resumes(jobs):
+    folder, said = jobs
+    losses, resumed = (numbers(r"^step \d+ loss (\S+)", said[name]) for name in ("trainer", "trainer, resumed"))
     assert len(losses) == 8
     assert losses[-1] < 0.9 * losses[0]
-    assert (tmp_path / "one" / "model.safetensors").exists()
+    assert (folder / "trainer" / "model.safetensors").exists()
     assert (len(resumed), resumed[:8]) == (10, losses)
-    assert len(together) == 4
-    assert together[-1] < together[0]
-    assert ["FSDP: saved and loaded" in text for text in said[3:]] == [False, True, True]
-    whole, first, rest = (numbers(r"(?:loss|norm) (\S+)", text) for text in said[3:])
+
+
+@pytest.mark.distributed
+def test_accelerates_sharded_and_whole_runs_are_one_trajectory_also_when_resumed(jobs):
+    folder, said = jobs
+    names = ("whole", "sharded", "sharded, resumed")
+    assert ["FSDP: saved and loaded" in said[name] for name in names] == [False, True, True]
+    whole, first, rest = (numbers(r"(?:loss|norm) (\S+)", said[name]) for name in names)
     assert (len(whole), len(first)) == (16, 6)
     assert whole[-2] < 0.95 * whole[0]
     assert first + rest == pytest.approx(whole, rel=1e-4)
     load = transformers.LlamaForCausalLM.from_pretrained
-    weights = load(tmp_path / "sharded").state_dict()
-    for name, value in load(tmp_path / "whole").state_dict().items():
+    weights = load(folder / "sharded").state_dict()
+    for name, value in load(folder / "whole").state_dict().items():
         torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-5, msg=name)

@@ -4,7 +4,6 @@ import dataclasses
 import doctest
 import functools
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from torch import nn
 
 import symexplin as sel
 from fenced import blocks
-from scripts import load
+from scripts import load, run
 from training import network
 
 jax = pytest.importorskip("jax")
@@ -187,11 +186,10 @@ def test_beta_follows_the_width_as_in_torch(layers):
     jax.tree.map(np.testing.assert_array_equal, *ends)
 
 
-def test_the_demo_learns_without_torch():
-    code = "import runpy, sys; sys.modules |= {'torch': None, 'symexplin': None}; "
-    command = [sys.executable, "-c", code + f"runpy.run_path({str(EXAMPLE)!r}, run_name='__main__')"]
-    printed = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
-    losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
+def test_the_demo_learns_without_torch(capsys, monkeypatch):
+    for name in ("torch", "symexplin"):
+        monkeypatch.setitem(sys.modules, name, None)
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", run(EXAMPLE, capsys=capsys, monkeypatch=monkeypatch))]
     assert losses[-1] < 0.6 * losses[0] < 3.0  # log(128) is 4.9
 
 

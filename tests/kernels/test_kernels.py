@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import platform
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -14,22 +15,34 @@ import torch
 from builds import CAPABILITIES, TRITON, kernels
 from states import STATES, entered
 from symexplin.closed import Closed
+from symexplin.kernels import cpu
 from symexplin.kernels.interface import Delta, Matrices, Rates, Tensors
 
 EPS = 2.0**-24
 RATES = Rates(1e-2, 0.1, 0.9, 0.99, 1e-2, 1 - 0.9**5, 1 - 0.99**5)
 CLOSED, SCALED = Closed("exp_only", 7.5, 1 / 7.5), Closed("exp_only", 30.0, 0.4)
-SIZES = (1, 100, 256, 20_000, 0)
+SIZES = (1, 100, 256, 20_000, 0)  # C has tasks of 2^14 entries, Triton programs of 2^11
 WAYS = pytest.mark.parametrize("way", ["update", "push"])
 MAPS = pytest.mark.parametrize("closed", [CLOSED, None], ids=["curved", "plain"])
 
 
 @pytest.fixture(params=[*CAPABILITIES, TRITON])
-def build(request):
+def build(request, monkeypatch):
+    if request.param == TRITON:  # whose interpreter is slow
+        monkeypatch.setitem(globals(), "SIZES", (1, 100, 256, 3000, 0))
+        monkeypatch.setitem(globals(), "SHAPES", ((70, 37), (90,), (1, 300)))
     threads = torch.get_num_threads()
     torch.manual_seed(0)
     yield kernels(request.param)
     torch.set_num_threads(threads)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere there is one library")
+def test_the_library_is_the_one_for_the_processor():
+    levels = dict(zip(CAPABILITIES, ("v2", "v3", "v4"), strict=True))
+    assert {name: cpu.path_of(name).stem for name in levels} == {k: f"cpu-x86-64-{v}" for k, v in levels.items()}
+    loaded = cpu.load()
+    assert loaded is None or loaded.name.endswith(levels[torch.backends.cpu.get_cpu_capability()])
 
 
 def norm(build, v, g, masters, closed):
@@ -156,7 +169,7 @@ def test_pull_and_push_follow_float64(build, closed):
     x = kappa * (after - before).double() * torch.where(old < 0, -1.0, 1.0)
     new, got, size = moved(old, x, c), torch.cat(v), x.abs()
     assert ((got - new).abs() <= 1e-6 * (c * size.clamp(max=1) + old.abs() + new.abs()) * (1 + size)).all()
-    assert (got.sign() != old.sign()).sum() > 2000  # large steps cross zero
+    assert (got.sign() != old.sign()).sum() > len(old) / 10  # large steps cross zero
 
 
 @WAYS
@@ -201,10 +214,7 @@ def test_bfloat16_follows_its_master_and_adopts_writes(build, way):
 
 @pytest.mark.parametrize(
     ("closed", "way", "bad"),
-    [
-        *((CLOSED, "update", bad) for bad in (math.nan, math.inf)),
-        *((None, "update", math.nan), (CLOSED, "push", -math.inf), (CLOSED, "push", math.nan)),
-    ],
+    [(CLOSED, "update", math.inf), (None, "update", math.nan), (CLOSED, "push", math.nan), (CLOSED, "push", -math.inf)],
 )
 def test_what_is_not_finite_shows(build, closed, way, bad):
     for place in (0, 1):  # the weight, the gradient
@@ -268,7 +278,8 @@ SHAPES = ((37, 70), (150, 3), (90,), (1, 200), (70, 320))
 SIDES = {"kappa": (7.5, 1.0), "c": (1 / 7.5, 1.0), "lam": (1 / 7.5, 1.0)}  # means of rows' and columns' factors
 
 
-def products(shapes=SHAPES, dtype=torch.float32, rank=2, **means):
+def products(shapes=None, dtype=torch.float32, rank=2, **means):
+    shapes = shapes or SHAPES
     raws = [0.05 * torch.randn(shape) for shape in shapes]
     raws[0].view(-1)[:3] = torch.tensor([0.0, -0.0, 1.5])
     sizes = [(1 if len(shape) == 1 else shape[0], shape[-1]) for shape in shapes]
@@ -303,13 +314,13 @@ def pathways(raw, rows, columns, mismatch):
     return p / kappa * curved, lam * (raw.abs() if mismatch else raw), x.abs()
 
 
-# The interpreter is slow, and meets the same kernels with the other maps.
-SLOW = ("mismatch, half", "oppose", "exp_only", "linear")
+# Triton's kernels meet the other choices with these; one that is not normalized they meet before their first use.
+WITH_TRITON = ("mismatch, half", "oppose", "linear")
 
 
 @pytest.mark.parametrize(
     ("build", "case"),
-    [*itertools.product(CAPABILITIES, CASES), *((TRITON, case) for case in SLOW)],
+    [*itertools.product(CAPABILITIES, CASES), *((TRITON, case) for case in WITH_TRITON)],
     indirect=["build"],
 )
 def test_products_follow_autograd(build, case):

@@ -100,7 +100,6 @@ TABLE = [
     (made(config="paper"), "config .*'paper'"),
     (made(config={"beta": 7.5}), "config must be a SELConfig.*7.5"),
     (made(lr=PAPER), "^lr .*SELConfig"),
-    (lambda: sel.preset("papr"), "preset .*'papr'"),
     (lambda: sel.SELConfig("paper"), "beta .*'paper'"),
     (lambda: sel.SELLinear(8, 4, 7.5), "bias .*7.5"),
     (lambda: sel.stats(network(), PAPER), "optimizer .*SELConfig"),

@@ -141,13 +141,3 @@ def test_the_base_of_rates_by_name_is_the_last_patterns_or_if_that_is_zero_the_l
     ):
         groups = sel.param_groups(network(), lr=lr)
         assert ({group["lr"] for group in groups}, {group["lr_factor"] for group in groups}) == ({base}, factors)
-
-
-def test_parameters_without_decay_may_come_from_a_generator():
-    model = network()
-    given, listed = (
-        sel.param_groups(model, no_decay=kind(name for name, p in model.named_parameters() if p.dim() == 1))
-        for kind in (iter, list)
-    )
-    assert [names(group) for group in given] == [names(group) for group in listed]
-    assert [group.get("weight_decay") for group in given] == [None, 0.0, None, 0.0]

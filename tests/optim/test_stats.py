@@ -63,12 +63,3 @@ def test_the_default_map_has_slopes_without_scales():
     assert set(found) == {"slope/mean", "slope/std", "kappa_w/max", "tail/fraction"}
     assert found["slope/mean"] == pytest.approx(float((1 + 7.5 * weights).mean()), rel=1e-5)
     assert found["kappa_w/max"] == pytest.approx(float(torch.log1p(7.5 * weights.max())), rel=1e-5)
-
-
-def test_a_layer_without_entries_counts_nothing():
-    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(0, 4, bias=False))
-    optimizer = build(layers, sel.preset("paper"))
-    optimizer.create_state()
-    alone = build(layers[:1], sel.preset("paper"))
-    alone.create_state()
-    assert sel.stats(layers, optimizer) == sel.stats(layers[:1], alone)
