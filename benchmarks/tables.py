@@ -65,7 +65,7 @@ def alone(setting: str, method: str, against: str = "AdamW") -> tuple[str, str, 
     return setting, method, against, Elsewhere(setting, method, against)
 
 
-NUMBER = "[one learned number per matrix](../how-to/start-with.md#one-learned-number-per-matrix), no curve"
+NUMBER = "[one learned scale per matrix](../how-to/start-with.md#one-learned-scale-per-matrix), no curve"
 QK_BIAS = "[QK-bias AdamW](../reference/glossary.md#methods)"
 OWN = "the paper's method"
 INIT = "the paper's method with its initialization"
@@ -79,29 +79,30 @@ LINEAR_LAYERS = ("fixed mismatch, linear layers at 4.2 times the rate", "AdamW, 
 
 TABLES: Mapping[str, Table] = {
     "yours": (
-        ("your model: the first row that fits", "try", "loss minus AdamW's: 1 layer", "12 layers"),
-        ("fine-tuned or LoRA; narrower than 1024; no QK-norm (Llama, GPT-2)", "stay with AdamW", "", ""),
+        ("your model", "what to try, best first", "loss minus AdamW's: 12 layers", "1 layer"),
         (
-            "QK-norm, biases, RMSNorm",
-            "[QK-bias AdamW](docs/how-to/start-with.md#before-any-curve): AdamW with other rates",
-            Place(ONE, "qk_all"),
-            Place(TWELVE, "qk_all"),
+            "fine-tuning, LoRA, width below 1024, **or** no QK-norm (Llama, GPT-2)",
+            "stay with AdamW",
+            "no gain shown",
+            "no gain shown",
         ),
         (
-            "",
-            "or [one learned number per matrix](docs/how-to/start-with.md#one-learned-number-per-matrix), no curve",
-            Place(ONE, "number"),
-            Place(TWELVE, "number"),
+            "QK-norm, no biases (as in Qwen3)",
+            "one learned scale per matrix",
+            "not tested",
+            Place(ONE_NO_BIAS, "number"),
         ),
-        ("QK-norm, biases, LayerNorm", "one learned number per matrix", Place(ONE_LAYER_NORM, "number"), "not run"),
-        ("QK-norm, no biases (Qwen3)", "one learned number per matrix", Place(ONE_NO_BIAS, "number"), "not run"),
-        ("**to try a curve**, with RMSNorm", "the paper's method", Place(ONE, "matched"), Place(TWELVE, "matched")),
+        ("", "the paper's method", "not tested", Place(ONE_NO_BIAS, "matched")),
+        ("QK-norm and biases", "QK-bias AdamW", Place(TWELVE, "qk_all"), Place(ONE, "qk_all")),
+        ("", "one learned scale per matrix", Place(TWELVE, "number"), Place(ONE, "number")),
+        ("", "the paper's method", Place(TWELVE, "matched"), Place(ONE, "matched")),
         (
-            "with LayerNorm",
-            "the paper's method",
-            Place(ONE_LAYER_NORM, "matched"),
-            Place(TWELVE_LAYER_NORM, "matched"),
+            "QK-norm and biases, LayerNorm",
+            "one learned scale per matrix",
+            "not tested",
+            Place(ONE_LAYER_NORM, "number"),
         ),
+        ("", "the paper's method", Place(TWELVE_LAYER_NORM, "matched"), Place(ONE_LAYER_NORM, "matched")),
     ),
     "one-layer": (
         ("minus AdamW, one layer", "RMSNorm, biases", "RMSNorm, no biases", "LayerNorm, biases"),
@@ -120,7 +121,7 @@ TABLES: Mapping[str, Table] = {
             Place(ONE_LAYER_NORM, "qk_both"),
         ),
         (QK_BIAS, Place(ONE, "qk_all"), "", ""),
-        ("AdamW with the learned numbers of seed 0 hard-coded", Place(ONE, "hand"), "", ""),
+        ("AdamW with the learned scales of seed 0 hard-coded", Place(ONE, "hand"), "", ""),
         ("AdamW, weight decay 0.1", Place(ONE, "decay"), "", ""),
         ("AdamW, a longer warm-up, both at 7e-4", Place(ONE_GPU, "warmup@7e-4", "AdamW@7e-4"), "", ""),
         ("AdamW, betas of 0.9 and 0.95, both at 7e-4", Place(ONE_GPU, "betas@7e-4", "AdamW@7e-4"), "", ""),
@@ -130,7 +131,7 @@ TABLES: Mapping[str, Table] = {
         ("AdamW at its best rate", "AdamW at 3e-4", Place(ONE, "AdamW", "AdamW@3e-4")),
         (f"{INIT}, at 3e-4", "AdamW at 3e-4", Place(ONE, "paper@3e-4", "AdamW@3e-4")),
         ("the default at 3e-4", "AdamW at 3e-4", Place(ONE, "exp@3e-4", "AdamW@3e-4")),
-        ("one learned number per matrix", INIT, Place(ONE, "number", "paper")),
+        ("one learned scale per matrix", INIT, Place(ONE, "number", "paper")),
         ("the same without biases", OWN, Place(ONE_NO_BIAS, "number", "matched")),
         ("the same with LayerNorm", OWN, Place(ONE_LAYER_NORM, "number", "matched")),
         ("QK-bias AdamW", INIT, Place(ONE, "qk_all", "paper")),
@@ -198,7 +199,7 @@ TABLES: Mapping[str, Table] = {
         ("the same, but not of the output and down projections", OWN, *both("inside", "matched")),
         ("AdamW, biases at 0", "AdamW", *both("AdamW-zero-bias")),
         (f"{OWN}, biases at 0", "AdamW, biases at 0", *both("matched-zero-bias", "AdamW-zero-bias")),
-        ("one learned number per matrix, no curve", "AdamW", *both("number")),
+        ("one learned scale per matrix, no curve", "AdamW", *both("number")),
         ("QK-bias AdamW", "AdamW", *both("qk_all")),
     ),
     "claims": (
@@ -220,7 +221,7 @@ TABLES: Mapping[str, Table] = {
         ),
         ("learning the scales helps further (table 6)", "-0.016", mini("frozen", "fixed_curvature", "frozen")),
         (
-            "one learned number per matrix without a curve is worse than AdamW (table 7)",
+            "one learned scale per matrix without a curve is worse than AdamW (table 7)",
             "+0.019",
             mini("structured_linear", "linear-global"),
         ),
@@ -262,7 +263,7 @@ TABLES: Mapping[str, Table] = {
         ("QK-norm and biases", "[QK-bias AdamW](#before-any-curve)", "width 1024, one layer", Place(ONE, "qk_all")),
         (
             "QK-norm without biases, such as Qwen3",
-            "[one learned number per matrix](#one-learned-number-per-matrix), untested with more layers",
+            "[one learned scale per matrix](#one-learned-scale-per-matrix), untested with more layers",
             "width 1024, one layer",
             Place(ONE_NO_BIAS, "number"),
         ),

@@ -47,7 +47,7 @@ def preset(name: str, /, **overrides: Any) -> SELConfig:
     - "frozen": mismatch with all scales fixed at one
     - "congruent", "exp_only": learned scales in another mode
     - "structured_linear": a learned row x column l without a curve
-    - "one_number": one learned number l per matrix, without a curve
+    - "one_number": one learned scale l per matrix, without a curve
 
     The paper starts the first five of them mismatched. An optimizer always keeps the weights that it finds, so call
     ``sel.init_(model, config)`` before training to reproduce that start.

@@ -16,13 +16,13 @@ __all__ = ["report_table"]
 
 _JUDGED = """\
 Differences are taken between runs of one seed, with each variant at its own best learning rate. From three seeds on, \
-the means of all variants have 99% intervals that hold together. A claim held if the interval lies on the claimed side \
+the means of all variants have simultaneous 99% intervals. A claim held if the interval lies on the claimed side \
 of zero, or within the bound; it did not hold if the interval lies on the other side, or beyond the bound. An interval \
-that contains zero is "not resolved" if all seeds point one way, else "no difference detected"; half of it is the \
-smallest mean that would count. Seeds that chose between learning rates do not judge. An interval that contains the \
-bound tests nothing. One seed is judged as the paper judges its own, by that run's sign or by whether it keeps to \
-the bound; two seeds are too few. Runs that should be the same are compared at the baseline's best rate, and held if \
-they stay within the bound in every seed."""
+that contains zero is "not resolved" if all seeds point one way, else "no difference detected"; half of its \
+width is the smallest detectable difference. Seeds that chose between learning rates do not judge. An interval that \
+contains the bound tests nothing. One seed is judged as the paper judges its own, by that run's sign or by whether it \
+keeps to the bound; two seeds are too few. Runs that should be the same are compared at the baseline's best rate, and \
+held if they stay within the bound in every seed."""
 _READ = """\
 Loss: mean cross entropy on held-out text after the last step, in nats per token. The paper's losses are of other \
 data and larger models, so that only its differences can be compared."""

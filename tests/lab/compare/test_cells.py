@@ -37,7 +37,7 @@ def test_lines_of_one_seed():
     shared, best = (lines(comparison)[start : start + 4] for start in (0, 4))
     assert shared[0] == ["At", "the", "shared", "learning", "rate,", "0.1"]
     assert shared[2:] == [["A", "-", "-", "2.0000", "-"], ["B", "no", "verdict", "+0.1000", "2.1000", "not", "reached"]]
-    assert best[1] == ["variant", "verdict", "difference", "loss", "learning", "rate", "speedup"]
+    assert best[1] == ["variant", "verdict", "difference", "loss", "learning", "rate", "speedup", "in", "steps"]
     assert best[3] == ["B", "no", "verdict", "-1.0000", "1.0000", "0.2", "1.33x"]
 
 
@@ -74,7 +74,7 @@ def test_columns_that_no_row_fills_are_left_out_and_numbers_of_a_users_own_are_s
     assert "accuracy" not in text_table(comparison)  # which has to fit a terminal
 
 
-@pytest.mark.parametrize(("ends", "told"), [((1.9, 2.05), "by some seeds"), ((2.1, 2.2), "not reached")])
+@pytest.mark.parametrize(("ends", "told"), [((1.9, 2.05), "in some seeds"), ((2.1, 2.2), "not reached")])
 def test_a_speedup_needs_every_seed(ends, told):
     runs = [run("A", 2.0, seed=seed) for seed in (0, 1)] + [run("B", end, seed=seed) for seed, end in enumerate(ends)]
-    assert columns(Comparison(tuple(runs), "A"))["speedup"] == ["", told]
+    assert columns(Comparison(tuple(runs), "A"))["speedup in steps"] == ["", told]

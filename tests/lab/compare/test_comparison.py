@@ -66,7 +66,7 @@ def test_seeds_are_paired():
     assert (row.seeds, row.finite, row.reached, row.speedup) == ((7, 8, 9), 3, 2, None)
     assert verdict(comparison)[-1] == (
         "At AdamW's best learning rate, 0.1, SEL ends at 2.1000, 0.1000 below AdamW's 2.2000 "
-        "(no difference detected; 99% interval -2.7259 to +2.5259; the smallest mean that would count is 2.6259)."
+        "(no difference detected; 99% interval -2.7259 to +2.5259; the smallest detectable difference is 2.6259)."
     )
 
 
@@ -147,7 +147,7 @@ def test_a_noisy_variant_has_an_interval_of_its_own():
     quiet, noisy = (row.interval for row in comparison.best[1:])
     assert (quiet.pooled, noisy.pooled) == (2, 1)
     notes = [cell.note for cell in dict(cells(comparison, comparison.best))["99% interval"]]
-    assert ["varies more" in note for note in notes[1:]] == [False, True]
+    assert ["larger variance" in note for note in notes[1:]] == [False, True]
 
 
 def test_runs_in_both_tables_have_one_interval():

@@ -40,7 +40,7 @@ def test_the_verdict_is_of_the_lowest_variant_in_at_most_two_sentences(lr, lost,
     judge = [run(r.variant, r.lr, None, r.seed) if lost and r.variant == "B" else r for r in runs_of(table)]
     chose = [run(r.variant, r.lr, r.loss, 7) for r in judge if r.seed == 1]
     first, *second = verdict(compare([*chose, *judge], "A", confirm_seeds=(0, 1, 2)))
-    assert first.startswith(f"Of 2 variants beside A, {words}")
+    assert first.startswith(f"Of 2 variants besides A, {words}")
     assert "; 99% interval " in first
     assert len(second) == (lr == 0.2)  # the shared rate, where it is another
 

@@ -107,14 +107,14 @@ def test_early_losses_are_left_out_and_steps_may_be_a_seeds_own(tmp_path):
     assert list(late["curved, lr 0.01"].get_xdata()) == [60, 100]
 
 
-def test_a_sweep_has_the_mean_where_all_seeds_ran_and_every_seed_as_a_point(tmp_path):
+def test_a_sweep_has_the_mean_of_the_seeds_that_chose_and_each_of_them_as_a_point(tmp_path):
     content = loaded(tmp_path, seeds=(0, 1, 2), broken=("SEL", 0.01, 1))
     content = dataclasses.replace(content, confirm_seeds=(2,))
     axes, means = drawn_by(draw_sweep, content, LABELS)
     assert means["the baseline"].get_xydata() == pytest.approx(np.array([[0.001, 2.25], [0.01, 2.05]]))
     assert means["curved"].get_xydata() == pytest.approx(np.array([[0.001, 2.35]]))  # no mean where one broke down
     points = [line for line in axes.lines if line.get_linestyle() == "None"]
-    assert [len(line.get_xdata()) for line in points] == [6, 5]
+    assert [len(line.get_xdata()) for line in points] == [4, 3]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0.001", "0.01"]
     content = loaded(tmp_path, lambda run: dataclasses.replace(run, error="step 1: loss is nan"))
     assert list(drawn_by(draw_sweep, content, LABELS)[1]) == [f"{label}: no run finite" for label in LABELS.values()]
@@ -143,9 +143,9 @@ def test_a_page_has_curves_at_the_best_rates_if_they_differ(tmp_path, monkeypatc
     assert "own best learning rate" in best.caption
     content = loaded(tmp_path, seeds=(0, 1, 2), confirm_seeds=(1, 2))
     one_rate = dataclasses.replace(content, runs=tuple(run for run in content.runs if run.lr == 0.01))
-    for whole, seeds, end in ((content, "the first stage's seeds", 2.0), (one_rate, "the seeds", 2.1)):
+    for whole, seeds, end in ((content, "the seeds that chose the learning rate", 2.0), (one_rate, "all seeds", 2.1)):
         sweep = comparison_figures(whole)[-1]
-        assert sweep.caption.endswith(f"the line is the mean of {seeds}.")
+        assert sweep.caption.endswith(f"the mean of {seeds}; points are seeds.")
         axes = Figure().add_subplot()
         sweep.svg(axes)
         assert lines(axes)["AdamW"].get_ydata()[-1] == pytest.approx(end)

@@ -55,7 +55,7 @@ def cells(comparison: Comparison, rows: Sequence[Row]) -> list[Column]:
         "99% interval": against(_interval(comparison, row) for row in others),
         f"loss{spread}": [Cell(_loss(comparison, row)) for row in rows],
         "learning rate": [_number(lr, "g") for lr in rates] if len(set(rates)) > 1 else [],
-        "speedup": against(_speedup(row) if comparison.has_curves else _NONE for row in others),
+        "speedup in steps": against(_speedup(row) if comparison.has_curves else _NONE for row in others),
         "at equal time": against(_signed(comparison, row.at_time) for row in others),
         "tokens/s": [_number(row.tokens_per_second, ",.0f") for row in rows],
         "seconds": [_number(row.seconds, ",.1f") for row in rows],
@@ -123,7 +123,7 @@ def _interval(comparison: Comparison, row: Row) -> Cell:
     if row.interval is None or not row.interval.has_verdict:
         return _NONE
     low, high = (shown(comparison, end, "+") for end in (row.interval.low, row.interval.high))
-    apart = "varies more than the others" if row.interval.family > row.interval.pooled == 1 else ""
+    apart = "has a larger variance than the others" if row.interval.family > row.interval.pooled == 1 else ""
     return Cell(f"{low} to {high}", note="; ".join(filter(None, (apart, row.interval.advice))))
 
 
@@ -132,4 +132,4 @@ def _speedup(row: Row) -> Cell:
         return Cell(f"{row.speedup:.2f}x")
     if not row.finite or row.reached == len(row.seeds):  # before the first step
         return _NONE
-    return Cell("by some seeds" if row.reached else "not reached")
+    return Cell("in some seeds" if row.reached else "not reached")

@@ -39,7 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 LABELS = {
     "paper": "the paper's method",
     "paper-init": "the paper's method with its initialization",
-    "one_number": "one learned number per matrix",
+    "one_number": "one learned scale per matrix",
     "qk_bias": "QK-bias AdamW",
 }
 
@@ -69,7 +69,7 @@ class GridConfig(Schema):
 
     Args:
         variants: what to compare: AdamW, default, paper (the paper's method), paper-init (with its initialization),
-            module (the paper's form), one_number (one learned number per matrix, no curve), qk_bias (AdamW with smaller
+            module (the paper's form), one_number (one learned scale per matrix, no curve), qk_bias (AdamW with smaller
             and slower queries and keys, and faster biases), fixed_curvature, frozen, congruent, exp_only, or
             [variant.NAME] tables of your own.
         lrs: peak learning rates; every variant trains at each.

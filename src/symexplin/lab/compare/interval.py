@@ -62,7 +62,7 @@ class Interval:
 
     @property
     def half_width(self) -> float:
-        """Half of the interval, the smallest mean that would count; infinite where there is no verdict."""
+        """Half of the interval, the smallest detectable difference; infinite where there is no verdict."""
         return math.inf if self._obstacle else self._half_width(len(self.values))
 
     @property

@@ -34,7 +34,7 @@ def verdict(comparison: Comparison) -> list[str]:
     first, baseline = _at_own_lr(comparison, leader), comparison.label(base.variant)
     if len(others) > 1:
         name = comparison.label(leader.variant)
-        first = f"Of {len(others)} variants beside {baseline}, {name} has the lowest loss. {first}"
+        first = f"Of {len(others)} variants besides {baseline}, {name} has the lowest loss. {first}"
     if leader.interval is not None and leader.interval.chose:
         return [first, f"There is no verdict, since {CHOSE}."]
     if len(leader.seeds) < ENOUGH_SEEDS:
@@ -113,5 +113,5 @@ def _interval(comparison: Comparison, interval: Interval) -> str:
     low, high, least = (shown(comparison, end, "+") for end in (interval.low, interval.high, interval.half_width))
     words = f"{interval.words}; 99% interval {low} to {high}"
     if not interval.decides:
-        words += f"; the smallest mean that would count is {least[1:]}"
+        words += f"; the smallest detectable difference is {least[1:]}"
     return "; ".join(filter(None, (words, interval.advice)))

@@ -192,8 +192,8 @@ def comparison_figures(comparison: Comparison) -> list[Chart]:
             draw = functools.partial(draw_losses, title="", comparison=comparison, rows=rows)
             charts.append(Chart(chart(draw), f"{title}: loss after the first fifth of the steps."))
     draw = functools.partial(draw_sweep, title="", comparison=comparison, labels=labels)
-    averaged = "the first stage's seeds" if comparison.counted_seeds != comparison.seeds else "the seeds"
-    caption = f"Loss after the last step: points are seeds, the line is the mean of {averaged}."
+    which = "the seeds that chose the learning rate" if comparison.counted_seeds != comparison.seeds else "all seeds"
+    caption = f"Loss after the last step, by learning rate: the mean of {which}; points are seeds."
     return [*charts, Chart(chart(draw), caption)]
 
 
@@ -227,14 +227,12 @@ def draw_sweep(
 
     A variant without a finite run has a label alone.
     """
-    lrs = sorted({run.lr for run in comparison.runs})
-    lines = []
+    # Seeds of the second stage did not run at all learning rates.
+    lrs, seeds, lines = sorted({run.lr for run in comparison.runs}), comparison.choosing_seeds or comparison.seeds, []
     for variant, style in styles(list(labels)).items():
-        own = [run for run in comparison.runs if run.variant == variant]
+        own = [run for run in comparison.runs if run.variant == variant and run.seed in seeds]
         finite = [run for run in own if run.loss is not None]
-        # Seeds of the second stage did not run at all learning rates: a mean over them would bend the line.
-        first = [run for run in own if run.seed in (comparison.choosing_seeds or comparison.seeds)]
-        finals = {lr: [np.nan if run.loss is None else run.loss for run in first if run.lr == lr] for lr in lrs}
+        finals = {lr: [np.nan if run.loss is None else run.loss for run in own if run.lr == lr] for lr in lrs}
         means = {lr: float(np.mean(loss)) for lr, loss in finals.items() if np.isfinite(np.mean(loss or np.nan))}
         if len(finite) > len(means):
             x, y = [run.lr for run in finite], [run.curve[-1][1] for run in finite]

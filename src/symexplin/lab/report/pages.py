@@ -107,12 +107,14 @@ def _explained(comparison: Comparison) -> str:
     baseline, several = comparison.label(comparison.baseline), len(comparison.counted_seeds) > 1
     what = "mean cross entropy on held-out text after the last step" if comparison.unit else "as the command reports it"
     unit = f", in {comparison.unit}" if comparison.unit else ""
-    each = ", the mean over pairs of runs with one seed" if several else ""
+    each = ", the mean over the seeds" if several else ""
     lines = [f"Loss: {what}{unit}; lower is better. Difference: from {baseline} at its best learning rate{each}."]
     if several:
-        lines.append("All intervals hold together with 99% probability; half of one is the smallest mean that counts.")
+        lines.append("The 99% intervals are simultaneous; half the width of one is the smallest detectable difference.")
     if comparison.has_curves:
-        lines.append(f"Speedup: the step at which {baseline} first reaches its final loss, over that of the variant.")
+        lines.append(
+            f"Speedup in steps: the step at which {baseline} reaches its final loss, over that of the variant."
+        )
     if any(run.by_time for run in comparison.runs):
         lines.append("At equal time: the difference when the faster run of a pair ended.")
     if comparison.unit:
