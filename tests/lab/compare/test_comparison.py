@@ -147,7 +147,7 @@ def test_a_noisy_variant_has_an_interval_of_its_own():
     quiet, noisy = (row.interval for row in comparison.best[1:])
     assert (quiet.pooled, noisy.pooled) == (2, 1)
     notes = [cell.note for cell in dict(cells(comparison, comparison.best))["99% interval"]]
-    assert ["larger variance" in note for note in notes[1:]] == [False, True]
+    assert ["own variance" in note for note in notes[1:]] == [False, True]
 
 
 def test_runs_in_both_tables_have_one_interval():

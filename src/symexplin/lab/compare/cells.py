@@ -123,7 +123,7 @@ def _interval(comparison: Comparison, row: Row) -> Cell:
     if row.interval is None or not row.interval.has_verdict:
         return _NONE
     low, high = (shown(comparison, end, "+") for end in (row.interval.low, row.interval.high))
-    apart = "has a larger variance than the others" if row.interval.family > row.interval.pooled == 1 else ""
+    apart = "from its own variance" if row.interval.family > row.interval.pooled == 1 else ""
     return Cell(f"{low} to {high}", note="; ".join(filter(None, (apart, row.interval.advice))))
 
 

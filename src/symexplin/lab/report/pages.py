@@ -110,7 +110,10 @@ def _explained(comparison: Comparison) -> str:
     each = ", the mean over the seeds" if several else ""
     lines = [f"Loss: {what}{unit}; lower is better. Difference: from {baseline} at its best learning rate{each}."]
     if several:
-        lines.append("The 99% intervals are simultaneous; half the width of one is the smallest detectable difference.")
+        lines.append(
+            "The 99% intervals are simultaneous, from the variance of all variants or, where that is larger, from the "
+            "variant's own; half the width of one is the smallest detectable difference."
+        )
     if comparison.has_curves:
         lines.append(
             f"Speedup in steps: the step at which {baseline} reaches its final loss, over that of the variant."
