@@ -12,7 +12,7 @@ def test_only_what_is_better_has_a_share_of_the_steps_and_a_loss_that_no_seed_ch
     losses = {("AdamW", 0.1): [2.0, 2.0, 2.0], ("SEL", 0.1): [1.0, 1.1, 1.05]}
     comparison = compare(runs_of(losses), "AdamW")
     assert re.search(
-        r"\(better; 99% interval .*\), and reaches that loss in \d+% of the steps\.$", verdict(comparison)[0]
+        r"\(better; 99% interval .*\), and reaches AdamW's loss in \d+% of the steps\.$", verdict(comparison)[0]
     )
     assert "All seeds of AdamW have the same loss: do its runs use the seed?" in notes(comparison)
     assert len(comparison.tables) == 1  # as both have one best learning rate
@@ -66,7 +66,7 @@ def test_a_difference_that_rounds_to_zero_has_no_minus():
     assert "-0.0000" not in text_table(comparison) + shown(comparison, -0.0)
     assert "-0.0000" not in str(comparison.best[1].interval)
     assert verdict(comparison)[0].endswith(
-        "(better; 99% interval -0.0001 to +0.0000), and reaches that loss in 100% of the steps."
+        "(better; 99% interval -0.0001 to +0.0000), and reaches AdamW's loss in 100% of the steps."
     )
 
 
@@ -77,4 +77,4 @@ def test_the_sentence_says_one_speedup_over_the_seeds():
     runs += [Run("B", 0.1, seed, ((0, 5.0), (at, 2.0), (100, ends[seed]))) for seed, at in enumerate((90, 90, 20))]
     comparison = compare(runs, "A")
     assert comparison.best[1].speedup == pytest.approx(1.5)
-    assert verdict(comparison)[0].endswith("reaches that loss in 67% of the steps.")
+    assert verdict(comparison)[0].endswith("reaches A's loss in 67% of the steps.")

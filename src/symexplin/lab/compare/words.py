@@ -103,7 +103,7 @@ def _result(comparison: Comparison, row: Row) -> str:
     if row.interval is not None and count >= ENOUGH_SEEDS and not row.interval.chose:
         result += f" ({_interval(comparison, row.interval)})"
         if row.interval.verdict == BETTER and row.speedup is not None:
-            result += f", and reaches that loss in {100 / row.speedup:.0f}% of the steps"
+            result += f", and reaches {base}'s loss in {100 / row.speedup:.0f}% of the steps"
     return result
 
 

@@ -107,7 +107,7 @@ def _explained(comparison: Comparison) -> str:
     baseline, several = comparison.label(comparison.baseline), len(comparison.counted_seeds) > 1
     what = "mean cross entropy on held-out text after the last step" if comparison.unit else "as the command reports it"
     unit = f", in {comparison.unit}" if comparison.unit else ""
-    each = ", the mean over the seeds" if several else ""
+    each = ", the mean over pairs of runs with the same seed" if several else ""
     lines = [f"Loss: {what}{unit}; lower is better. Difference: from {baseline} at its best learning rate{each}."]
     if several:
         lines.append(
