@@ -35,7 +35,7 @@ _PAGES = {  # pages made from files outside docs/
 _PAGE_OF = {source: page for page, source in _PAGES.items()}
 # On the home page, below its first paragraph.
 _BUTTONS = """\
-[What to do with your model](#your-model-and-what-to-do){ .md-button .md-button--primary }
+[What to do with your model](#which-method-for-which-model){ .md-button .md-button--primary }
 [Compare any optimizer](#compare-any-optimizer-on-your-own-script){ .md-button }
 
 ![The map of the default; trained weights, of which the largest grow further](docs/images/idea.svg)"""
