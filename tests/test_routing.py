@@ -329,3 +329,10 @@ def test_the_parameters_of_converted_layers():
     assert {r.name for r in usual if r.weight_decay} == {
         f"0.{name}" for name in ("raw_weight", "e_row", "e_column", "l_row", "l_column")
     }
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, lambda model: nn.DataParallel(torch.compile(model))])
+def test_wrappers_change_no_name(wrap):
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    rates = {"0.*": 1e-3, "*": 2e-3}
+    assert str(sel.routing(wrap(model), lr=rates)) == str(sel.routing(model, lr=rates))

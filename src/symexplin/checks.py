@@ -31,8 +31,6 @@ __all__ = [
 LATER = "later"  # total_steps before set_total_steps
 _ALIGNED = ("axes", "position", "shape")  # lists of a curved group with one entry per parameter
 _SWITCHES = ("amsgrad", "capturable", "differentiable", "maximize")  # of torch's optimizers
-# Parts of names that torch.compile, activation checkpointing and FSDP1 add; DDP adds a leading "module".
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 def as_numbers(value: Any) -> Any:
@@ -154,7 +152,8 @@ def check_curved(params: Sequence[Any]) -> None:
     if not any(isinstance(group, Mapping) and group.get("role") == "curved" for group in params):
         kinds = ", ".join(sorted({type(item).__name__ for item in params})) or "nothing"
         raise ValueError(
-            f"params must be a plain model, or its symexplin.param_groups with a curved group, got {kinds}"
+            "params must be the model itself, since names and module types decide what is curved, or its "
+            f"symexplin.param_groups with a curved group, got {kinds}"
         )
 
 
@@ -207,10 +206,8 @@ def check_saved(
 
 
 def _names(group: Mapping[str, Any]) -> list[str]:
-    """Return the names of a group's parameters without the parts that wrappers add."""
-    names = group.get("param_names") or [f"parameter {i}" for i in range(len(group["params"]))]
-    parts = ([part for part in name.split(".") if part not in _WRAPPERS] for name in names)
-    return [".".join(kept).removeprefix("module.") for kept in parts]
+    """Return the names of a group's parameters."""
+    return group.get("param_names") or [f"parameter {i}" for i in range(len(group["params"]))]
 
 
 def _check_same_group(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from symexplin.checks import as_numbers, check_not_negative
 from symexplin.config import SELConfig, check_config
@@ -23,6 +24,8 @@ __all__ = [
 # Patterns of the last part of a module's name.
 _HEADS = ("head", "*_head", "classifier", "score", "output")
 _ROUTERS = ("router", "*gate")  # beside experts
+# Parts of parameters' names that torch.compile, activation checkpointing and FSDP1 add.
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 T = TypeVar("T")
 Rate = float | Tensor | Mapping[str, float]  # a number, or numbers by name pattern
@@ -158,11 +161,11 @@ def routing(
     config = check_config(config)
     whole = model if whole is None else whole
     check_model(whole, "whole")
-    names: dict[int, list[str]] = {}
-    for name, parameter in whole.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in _named_parameters(whole):
+        names.setdefault(parameter, []).append(name)
     for name, parameter in model.named_parameters():
-        if id(parameter) not in names:
+        if parameter not in names:
             raise ValueError(f"model must be a part of whole, but its parameter {name!r} is not in whole")
     own = [aliases[0] for aliases in names.values()]
     known = [name for aliases in names.values() for name in aliases]
@@ -173,9 +176,9 @@ def routing(
     rates, decays = _rates("lr", lr, own), _rates("weight_decay", weight_decay, own)
     candidates = _candidates(whole)
     routes = []
-    for position, (name, parameter) in enumerate(whole.named_parameters()):
+    for position, (parameter, (name, *others)) in enumerate(names.items()):
         candidate = candidates[id(parameter)]
-        reason, axes = _decide(names[id(parameter)], parameter, candidate, config)
+        reason, axes = _decide([name, *others], parameter, candidate, config)
         decay = decays[name] if candidate.decays and not _undecayed(name, parameter, candidate, no_decay) else 0.0
         curved = bool(axes) and parameter.requires_grad
         routes.append(Route(name, parameter, position, curved, reason, axes, rates[name], decay))
@@ -183,6 +186,14 @@ def routing(
     inside = {id(parameter) for parameter in model.parameters()}
     of_model = tuple(route for route in routes if id(route.parameter) in inside)
     return Routing(of_model, config if width is None else check_invertible(config.resolve(width)), width)
+
+
+def _named_parameters(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+    """Return names and parameters, tied ones with every name, without the parts of names that wrappers add."""
+    named = [(name.split("."), parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
+    named = [([part for part in parts if part not in _WRAPPERS], parameter) for parts, parameter in named]
+    is_parallel = any(isinstance(module, DataParallel | DistributedDataParallel) for module in model.modules())
+    return [(".".join(parts[is_parallel:]), parameter) for parts, parameter in named]  # without "module"
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> Routing:

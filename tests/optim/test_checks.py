@@ -105,11 +105,14 @@ TABLE = [
     (lambda: sel.stats(network(), PAPER), "optimizer .*SELConfig"),
     (lambda: annealed(sel.convert(network(), PAPER), PAPER), "total_steps .*SELConfig"),
     # parameters and groups
-    *((lambda of=of: ADAMW(of(network())), "params must be a plain model, or its .*param_groups") for of in PARAMETERS),
-    (lambda: ADAMW(network().parameters(), config=PAPER), "params must be a plain model"),
+    *(
+        (lambda of=of: ADAMW(of(network())), "params must be the model itself, .* or its .*param_groups")
+        for of in PARAMETERS
+    ),
+    (lambda: ADAMW(network().parameters(), config=PAPER), "params must be the model itself"),
     (lambda: ADAMW([{"params": list(network().parameters())}]), "params .* curved group, got dict"),
     (lambda: ADAMW(sel.convert(network())), "nothing to curve|curved group"),
-    (lambda: ADAMW(sel.param_groups(sel.convert(network()), lr=1e-3)), "params .*plain model.*curved group"),
+    (lambda: ADAMW(sel.param_groups(sel.convert(network()), lr=1e-3)), "params .*model itself.*curved group"),
     (lambda: ADAMW(sel.param_groups((model := network())[1], whole=model)), "params .*curved group"),
     (repeated, "more than one parameter group"),
     (lambda: ADAMW(sel.param_groups(network()), config=PAPER), "config .* model"),
@@ -142,7 +145,7 @@ TABLE = [
     (lambda: sel.fold(list(network())), "model .*Module, got list"),
     (lambda: sel.routing(network(), whole=list(network())), "whole .*Module, got list"),
     (grouped(whole="0"), "whole .*Module, got str"),
-    *((lambda x=x: ADAMW(x), "params must be a plain model") for x in (None, PAPER, nn.Linear)),
+    *((lambda x=x: ADAMW(x), "params must be the model itself") for x in (None, PAPER, nn.Linear)),
     (lambda: build(network()).add_param_group([("params", [Q])]), "param_group .*dict.*list"),
     *((lambda x=x: sel.SELConfig.from_dict(x), "values .*dictionary, got") for x in (None, PAPER, [("beta", 2.0)])),
     (lambda: sel.preset("paper", l={"pattern": "rows"}), "l: pattern .*'rows'"),

@@ -185,15 +185,7 @@ def test_counts_may_be_saved_as_numbers_and_names_be_left_out():
     assert_same_bits(train(model, other, 2, start=2), twin)
 
 
-class Wrapper(nn.Module):
-    """A model under `module`, as in DistributedDataParallel."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-
-@pytest.mark.parametrize("wrap", [torch.compile, lambda m: Wrapper(torch.compile(m))])
+@pytest.mark.parametrize("wrap", [torch.compile, lambda model: nn.DataParallel(torch.compile(model))])
 def test_the_state_of_a_wrapped_model_goes_to_the_plain_one_and_back(wrap):
     model = network()
     optimizer = build(wrap(model))
