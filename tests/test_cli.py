@@ -113,13 +113,13 @@ def test_traceback_on_demand():
 
 def test_a_missing_extra_is_named(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "symexplin.lab.demo", None)
-    assert "symexplin[lab]" in refused(capsys, "demo")
+    assert "'.[lab]'" in refused(capsys, "demo")
     for name in [name for name in sys.modules if name.startswith("symexplin.cli")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "cyclopts", None)
     monkeypatch.setattr(sys.modules["symexplin"], "cli", None)
     assert symexplin.__main__.main() == 2
-    assert "symexplin[lab]" in capsys.readouterr().err
+    assert "'.[lab]'" in capsys.readouterr().err
 
 
 def failing(monkeypatch, error):

@@ -10,7 +10,9 @@ def main() -> int:
     try:
         from symexplin.cli import main as run
     except ModuleNotFoundError as error:
-        sys.stderr.write(f"symexplin: error: {error}; install the extra 'lab': pip install 'symexplin[lab]'\n")
+        sys.stderr.write(
+            f"symexplin: error: {error}; install the extra 'lab': pip install '.[lab]' in a clone of symexplin\n"
+        )
         return 2
     status = run()
     if parallel := sys.modules.get("symexplin.lab.parallel"):  # without it no job was joined

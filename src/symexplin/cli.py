@@ -102,7 +102,7 @@ def _explain(error: Exception) -> str | None:
         text += f" (see {' '.join(['symexplin', *(error.command_chain or ())])} --help)"
     elif isinstance(error, ModuleNotFoundError):
         extra = "hf" if error.name == "transformers" else "lab"
-        text += f"; install the extra {extra!r}: pip install 'symexplin[{extra}]'"
+        text += f"; install the extra {extra!r}: pip install '.[{extra}]' in a clone of symexplin"
     elif isinstance(error, OSError) and error.strerror:
         text = f"{error.filename!r}: {error.strerror}" if error.filename else error.strerror
     elif not isinstance(error, ValueError | OSError | ModuleNotFoundError | FloatingPointError):

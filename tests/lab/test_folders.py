@@ -86,3 +86,6 @@ def test_a_resumed_record_goes_on_where_its_checkpoint_was(tmp_path):
     ]
     assert read_json_lines(tmp_path / TIMING) == [{"step": 1, "seconds": 0.5}]
     assert events(tmp_path)["loss"] == [(1, 2.0), (2, 20.0)]
+    (tmp_path / METRICS).unlink()
+    with pytest.raises(ValueError, match=rf"{METRICS}' has 0 bytes, but \d+ were written"):
+        Recorder(tmp_path, lengths=lengths)

@@ -31,6 +31,7 @@ __all__ = [
 _PAPER_WARMUP = 250  # section 5.1
 # Above this size the logits of a microbatch are computed in chunks (float32; their gradients take as much again).
 _LOGITS_BYTES = 2**28
+_MOST_THREADS = 1024  # torch crashes with tens of thousands
 _MINIMUM_VOCAB = 257  # all bytes, and the end of a document
 
 # The defaults that depend on the harness. The author's: transformer.py and train_gpt.py of
@@ -229,7 +230,7 @@ class ComputeConfig(Schema):
     """
 
     device: str = "auto"
-    threads: Count | None = None
+    threads: Annotated[Count, functools.partial(check_whole, maximum=_MOST_THREADS)] | None = None
     autocast: Literal["auto", "on", "off"] = "auto"
     compile: bool = False
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"

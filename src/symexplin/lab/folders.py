@@ -100,7 +100,10 @@ class Recorder(contextlib.ExitStack):
             self.callback(self._events.close)
         for name, path in (("metrics", folder / METRICS), ("timing", folder / TIMING)):
             file = self._files[name] = self.enter_context(path.open("ab"))
-            file.truncate(lengths[name] if lengths else 0)
+            length = lengths[name] if lengths else 0
+            if file.tell() < length:
+                raise ValueError(f"{str(path)!r} has {file.tell():,} bytes, but {length:,} were written")
+            file.truncate(length)
 
     def update(self, step: int, record: Mapping[str, float], tokens: int) -> None:
         """Record an update, and the number of tokens so far."""

@@ -4,6 +4,7 @@ run.json in a run's folder has its identity: the configuration and the digest of
 the folder where it is executed and the digests of the files that the words name; and the code of this package.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -50,9 +51,15 @@ def of_config(config: Facts, data: str) -> dict[str, Any]:
 def of_command(words: Sequence[str], folder: Path, out: Path) -> dict[str, Any]:
     """Return the identity of a run of a command that is executed in `folder` and writes to `out`."""
     paths = {word: folder / word for word in words}
-    files = {word: _digest(path) for word, path in paths.items() if path.is_file() and out not in path.parents}
+    files = {word: _digest(path) for word, path in paths.items() if _is_file(path) and out not in path.parents}
     command = [word.replace(str(out), _OUT) for word in words]
     return {"command": command, "folder": str(folder), "files": files, **of_package()}
+
+
+def _is_file(path: Path) -> bool:
+    with contextlib.suppress(OSError):  # a word may be longer than any name of a file
+        return path.is_file()
+    return False
 
 
 def _digest(path: Path) -> str:

@@ -20,7 +20,7 @@ def multiplier(key: str, group: Mapping[str, Any]) -> float:
     if k0 != k1 and total is None:
         raise ValueError(
             'total_steps must be given, the number of optimizer steps of the run, or "later": '
-            f"{key[2:]} is annealed from k = {k0:g} to {k1:g}"
+            f"the learning rate of {key[2:]} changes over them"
         )
     if total == LATER:
         if k0 != k1 and group["steps"] > 0:

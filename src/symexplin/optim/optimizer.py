@@ -440,4 +440,5 @@ def _line(group: Group) -> str:
             scales.append(f"{key[2:]} {first}" + (f" to {last}" if last != first else ""))
     lr = f"lr {rate:g}" + (f" ({', '.join(scales)})" if scales else "")
     words = f"{len(group['params'])} tensors, {numbers:,} numbers, {lr}, weight_decay {float(group['weight_decay']):g}"
-    return f"{group['role']}: {words}"
+    is_linear = is_curved(group) and config_of(group).mode == "linear"
+    return f"{'mapped' if is_linear else group['role']}: {words}"

@@ -89,13 +89,11 @@ def test_a_script_for_each_wish_asks_slurm_for_it(tmp_path):
 
 
 def test_a_task_counts_as_a_process_here_would(tmp_path, program):
-    """It has ended with its result and status 0, or with an error as its result, and an earlier result is no result."""
-    early = "import pathlib, os, signal; pathlib.Path('{}', 'result.json').write_text('{{\"TEXT\": 1}}'); "
+    """A command has ended with its result and status 0, a run of the laboratory with its result; no old one counts."""
     dies, line_break = "os.kill(os.getpid(), 15)", "x = 'a b'\n" + ENDS
     codes = {
         "ends": line_break,
-        "fails": early.replace("TEXT", "loss") + "exit('three')",
-        "diverges": early.replace("TEXT", "error") + "exit('three')",
+        "fails": ENDS + "; exit('three')",
         "nothing": "pass",
         "saves": "import os, signal; signal.signal(15, lambda *_: exit(0)); os.kill(os.getppid(), 15); " + dies,
     }
@@ -108,22 +106,30 @@ def test_a_task_counts_as_a_process_here_would(tmp_path, program):
     program("srun", 'shift; exec "$@"')
     program("scontrol", f'echo "$@" >> "{tmp_path}/requeued"')
     statuses = [executed(script, index) for index in range(1, 6)]
-    assert statuses == [0, 1, 1, 0, 143]
-    assert [has_ended(each.folder) for each in tasks] == [True, False, True, False, False]
-    assert (tmp_path / "requeued").read_text() == "requeue 7_5\n"
+    assert statuses == [0, 1, 0, 143, 0]  # the last one is of an array that somebody has made longer
+    assert [has_ended(each.folder) for each in tasks] == [True, False, False, False]
+    assert (tmp_path / "requeued").read_text() == "requeue 7_4\n"
     assert json.loads(tasks[0].file(".json").read_text())["seconds"] >= 0
     assert tasks[1].file(".log").read_text() == "three\n"
 
     tasks[0].result.write_text("kept")
     assert executed(script, 1) == 0  # submitted twice
     assert tasks[0].result.read_text() == "kept"
+    tasks[0].result.unlink()
+    written(tasks, out)
+    assert [executed(script, 1), has_ended(tasks[0].folder)] == [0, True]  # it ran again
+
+    diverges = task(tmp_path / "own", "diverges", codes["fails"])._replace(cwd=None)
+    assert executed(script_of(written([diverges], tmp_path / "own")[0]), 1) == 1
+    assert has_ended(diverges.folder)
 
 
 def test_what_is_queued_is_told_and_not_written_again(tmp_path, program):
     tasks = [task(tmp_path, name) for name in "abc"]
     script = script_of(written(tasks, tmp_path)[0])
     entries = [f"1|PENDING|Resources||{script}|", f"2|RUNNING|None|node1|{script}|"]
-    lines = "\\n".join([*entries, f"3|FAILED|None|node1|{script}|", "1|RUNNING|None|node1|/other/array.sh|"])
+    others = [f"4|RUNNING|None|node1|{script}|", "1|RUNNING|None|node1|/a|b", "c/array.sh|"]
+    lines = "\\n".join([*entries, f"3|FAILED|None|node1|{script}|", *others])
     program("squeue", f"echo '{lines}'")
     jobs = queued(tmp_path)
     assert jobs == {tasks[0].folder: "waits (Resources)", tasks[1].folder: "running on node1"}

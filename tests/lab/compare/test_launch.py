@@ -85,11 +85,12 @@ def ended(work):
     return [has_ended(task.folder) for task in work]
 
 
-def test_a_result_does_not_count_unless_its_process_ended_with_status_0_or_it_is_an_error(tmp_path):
-    """A program may write its result at each evaluation."""
+def test_a_result_of_a_command_does_not_count_unless_its_process_ended_with_status_0(tmp_path):
+    """A program may write its result at each evaluation; a run of the laboratory writes it last."""
     early = "import pathlib, sys; pathlib.Path('{}', 'result.json').touch(); print('train: begun', flush=True); "
-    diverged = early.replace("touch()", 'write_text(\'{"error": "nan"}\')')
-    work = tasks(tmp_path, a=early, b=early + "sys.exit('three')", c=diverged + "sys.exit('three')")
+    fails = early.replace("touch()", 'write_text(\'{"error": "nan"}\')') + "sys.exit('three')"
+    work = tasks(tmp_path, a=early, b=fails, c=fails)
+    work[2] = work[2]._replace(cwd=None)
     log = work[1].file(".log")
     said = f"its command failed with status 1: train: begun / three (see {log})"
     assert run(work, 2) == {"a": None, "b": said, "c": None}

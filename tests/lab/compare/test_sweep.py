@@ -90,7 +90,7 @@ def test_a_resumed_comparison_runs_what_is_new_and_measured_times_stay(run, tmp_
         (out / "processes" / f"{name.format(0)}.json").write_text('{"seconds": 3.25}')
     assert "which has a comparison: add --resume" in run(status=2)
     lines = run("--seeds", "0", "1", resume=True)
-    assert "1/8 plain lr 0.1 seed 0: loss 2.0000, 3 s (already there)" in lines
+    assert "4 of 8 runs are already there" in lines
     assert set(started(out)) == {name.format(seed) for seed in (0, 1) for name in NAMES}
     assert set(started(out).values()) == {"x"}
     seconds = {(r.variant, r.lr, r.seed): r.seconds for r in Comparison.load(out).runs}
@@ -148,6 +148,7 @@ def test_a_result_that_cannot_be_read_is_named(tmp_path, text, said):
         ('{"loss": 0.5, "curve": [[0, 0.6], [5, NaN], [10.0, 0.7]]}', 0.5, None, ((0, 0.6), (10, 0.5))),
         ('{"loss": 1, "error": null, "seconds": 3}', 1.0, None, ((0, 1.0),)),
         ('{"loss": NaN, "curve": [[5, 3.0]]}', None, "loss is nan", ((5, 3.0),)),
+        ('{"loss": -1.5e308, "x": 1%s}' % ("0" * 400), None, "loss is -1.5e+308", ()),
         ('{"error": "step 3: loss is inf", "step": 3, "curve": [[0, 5.5]]}', None, "step 3: loss is inf", ((0, 5.5),)),
     ],
 )
@@ -186,6 +187,7 @@ def test_runs_of_an_edited_script_or_of_another_version_are_not_mixed_unless_tol
     assert f"since {NAMES[0].format(0)} and 3 more began, {script} changed; --mix-code goes on" in error
     assert set(started(out).values()) == {"x"}
     assert len(started(out)) == 4
+    assert "--mix-code goes on" in run("--confirm-seeds", "1", status=2, resume=True)  # in the second stage
     assert "The runs were made by different code" not in run(resume=True)  # nothing is to run
     lines = run("--seeds", "0", "1", "--mix-code", resume=True)
     assert f"The runs were made by different code: {script} changed." in lines
@@ -211,5 +213,5 @@ def test_a_resumed_comparison_runs_where_it_was_begun(run, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "train.py").write_text("raise SystemExit('the other one')")
     lines = run("--seeds", "0", "1", resume=True)
-    assert "3/8 plain lr 0.2 seed 0: loss 2.1000 (already there)" in lines
+    assert "4 of 8 runs are already there" in lines
     assert len(started(tmp_path / "out")) == 8

@@ -89,6 +89,7 @@ def test_json_lines(tmp_path):
         (b'{"text": "fine"}\n{"text": 3}\n', "text_key must name a column with text, got 'text'"),
         (b'{"body": "fine"}\n', "text_key must name a column with text, got 'text'"),
         (b'{"text": "\\ud800"}\n', "surrogate"),
+        (b"", "it has no rows"),
     ],
 )
 def test_bad_json_lines_are_named(tmp_path, content, words):

@@ -50,10 +50,14 @@ def queued(out: Path) -> dict[Path, str]:
         raise ValueError(f"Slurm does not report which jobs of {str(out)!r} still run ({why}): {remedy}") from None
     states = {}
     for line in done.stdout.splitlines():
-        index, state, reason, nodes, command, *_ = line.strip().split("|")
+        if len(fields := line.strip().removesuffix("|").split("|", len(_FIELDS) - 1)) < len(_FIELDS):
+            continue  # the rest of a path with a line break
+        index, state, reason, nodes, command = fields
         if state not in _ENDED and (place := Path(command).resolve().parent) in places:
-            run = (place / _RUNS).read_text().splitlines()[int(index) - 1].partition("\t")[0]
-            states[out / run] = f"waits ({reason})" if state == "PENDING" else f"{state.lower()} on {nodes}"
+            runs = (place / _RUNS).read_text().splitlines()
+            if int(index) <= len(runs):  # else of an array that somebody has made longer
+                run = runs[int(index) - 1].partition("\t")[0]
+                states[out / run] = f"waits ({reason})" if state == "PENDING" else f"{state.lower()} on {nodes}"
     return states
 
 
@@ -82,6 +86,7 @@ def hand_over(
     groups: dict[str, list[Task]] = {}
     for task in missing:
         groups.setdefault(repr(task.cluster), []).append(task)
+        task.file(".json").unlink(missing_ok=True)  # of a run whose result was deleted
         task.identify()
     for wishes, group in groups.items():
         runs = "".join(f"./{task.folder.resolve().relative_to(out.resolve())}\t{_shell(task)}\n" for task in group)

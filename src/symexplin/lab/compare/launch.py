@@ -93,8 +93,12 @@ class Task(NamedTuple):
             write_json(self.folder / FACTS, of_command(self.command, Path(self.cwd), self.folder.resolve()))
 
     def has_result(self, status: int) -> bool:
-        """Whether the run has written its result, and has ended well or written an error that is its result."""
-        return self.result.exists() and (not status or '"error"' in self.result.read_text(errors="replace"))
+        """Whether the run has ended with its result.
+
+        A run of the laboratory writes it last, and has a status of its own if it diverged. A command may write it more
+        than once, so its status counts.
+        """
+        return self.result.exists() and (self.cwd is None or not status)
 
     def record(self, began: float) -> None:
         """Write that the run has ended well, and how long it took, for runs that do not say it themselves."""

@@ -16,6 +16,7 @@ from symexplin.lab.settings import NotNegative, Schema, from_table
 
 __all__ = ["read_run"]
 
+_LARGEST = 3.4028235e38
 _OF_THE_LABORATORY = ("step", "steps", "parameters", "sha256")  # further keys of its runs, not to show
 
 
@@ -55,8 +56,8 @@ def read_run(folder: Path, cell: Cell) -> Run:
     """
     path = folder / RESULT
     try:
-        run = _run(json.loads(path.read_bytes()), cell)
-    except ValueError as error:
+        run = _run(json.loads(path.read_bytes(), parse_int=float), cell)
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{str(path)!r} must be like {EXAMPLE} (the curve is optional), but {error}: correct it, or delete it to "
             "run again; then --resume"
@@ -73,17 +74,22 @@ def _run(table: Any, cell: Cell) -> Run:
     known = {field.name for field in dataclasses.fields(_Result)}
     result = from_table(_Result, {key: value for key, value in table.items() if key in known})
     loss, curve = math.nan if result.loss is None or result.error else result.loss, list(result.curve)
-    if math.isfinite(loss):
+    if _is_finite(loss):
         step, _, *seconds = curve.pop() if curve else (0.0, loss)
         curve.append((step, loss, *seconds))
-    curve = [row for row in curve if math.isfinite(row[1])]
+    curve = [row for row in curve if _is_finite(row[1])]
     numbers = {key: x for key, x in table.items() if key not in known and key not in _OF_THE_LABORATORY}
     return Run(
         *cell,
         curve=tuple((int(row[0]), row[1]) for row in curve),
         seconds=result.seconds,
         tokens_per_second=result.tokens_per_second,
-        error=None if math.isfinite(loss) else result.error or f"loss is {loss}",
+        error=None if _is_finite(loss) else result.error or f"loss is {loss}",
         by_time=tuple((row[2], row[1]) for row in curve if len(row) == 3),
-        extra={key: float(x) for key, x in numbers.items() if type(x) in (int, float) and math.isfinite(x)},
+        extra={key: x for key, x in numbers.items() if isinstance(x, float) and _is_finite(x)},
     )
+
+
+def _is_finite(x: float) -> bool:
+    """Whether a number is finite in float32: a larger loss has diverged."""
+    return abs(x) <= _LARGEST

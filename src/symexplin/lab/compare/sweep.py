@@ -131,6 +131,8 @@ class Sweep:
         self._cells: list[Cell] = []  # of both stages, in order
         self._runs: dict[Cell, Run] = {}
         self._left: dict[Path, Cell] = {}
+        self._stale: list[str] = []  # runs that other code made, of both stages
+        self._changed = dict[str, None]()  # and what has changed since
         self._confirming = False
         self._jobs: Collection[Path] = ()  # folders of runs that are queued or run on a cluster
 
@@ -143,28 +145,33 @@ class Sweep:
 
     def _stage(self, cells: Sequence[Cell]) -> list[Task]:
         self._cells += cells
-        tasks, stale, changed = [], [], dict[str, None]()
+        tasks, there = [], 0
         for number, cell in enumerate(cells, start=1):
             label = f"{self._name}{number}/{len(cells)} {cell.variant} lr {cell.lr:g} seed {cell.seed}"
             folder = self.folder / RUNS / cell.name
             if (folder / FACTS).exists():
                 found = check_run(folder, read_json(folder / FACTS), self.kind.identity(cell, folder))
-                stale += [cell.name] if found.code else []
-                changed |= dict.fromkeys(found.code)
+                self._stale += [cell.name] if found.code else []
+                self._changed |= dict.fromkeys(found.code)
             if has_ended(folder):
-                self._read(cell, label, " (already there)")
+                there += self._read(cell, label)
             else:
                 self._left[folder] = cell
                 tasks.append(self.kind.task(label, cell, folder))
-        if stale and not self._mix_code and any(task.folder not in self._jobs for task in tasks):
-            raise mixed([*changed], stale, self.folder)
+        if self._stale and not self._mix_code and any(task.folder not in self._jobs for task in tasks):
+            raise mixed([*self._changed], self._stale, self.folder)
+        if there:
+            self._echo(f"{self._name}{there} of {len(cells)} runs are already there")
         return tasks or self._next()
 
     def ended(self, task: Task, reason: str | None, note: str = "") -> list[Task]:
         """Take the result of a run, or why it failed; return further runs to execute."""
         cell = self._left.pop(task.folder)
         if reason is None:
-            self._read(cell, task.label, note)
+            if self._read(cell, task.label):
+                run = self._runs[cell]
+                took = "" if run.seconds is None else f", {run.seconds:.0f} s"
+                self._echo(f"{task.label}: {run.error or f'loss {run.loss:.{decimals(run.loss)}f}{took}'}{note}")
         else:
             self._fail(f"{task.label}: {reason}; correct that and --resume")
             if task.cwd is not None:  # a command that failed may be corrected
@@ -177,14 +184,14 @@ class Sweep:
         self.failures.append(why)
         self._echo(f"failed: {why}")
 
-    def _read(self, cell: Cell, label: str, note: str) -> None:
+    def _read(self, cell: Cell, label: str) -> bool:
+        """Read the result of a run, and return whether it can be read."""
         try:
-            run = self._runs[cell] = read_run(self.folder / RUNS / cell.name, cell)
+            self._runs[cell] = read_run(self.folder / RUNS / cell.name, cell)
         except ValueError as error:
             self._fail(f"{label}: {error}")
-            return
-        took = "" if run.seconds is None else f", {run.seconds:.0f} s"
-        self._echo(f"{label}: {run.error or f'loss {run.loss:.{decimals(run.loss)}f}{took}'}{note}")
+            return False
+        return True
 
     def _next(self) -> list[Task]:
         """Begin the second stage, or write the result, unless a run has failed."""

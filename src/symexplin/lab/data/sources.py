@@ -144,7 +144,10 @@ def _load(place: str, *names: str | None, **options: Any) -> Any:
     import datasets
 
     with naming(place):
-        return datasets.load_dataset(*names, **options)
+        try:
+            return datasets.load_dataset(*names, **options)
+        except StopIteration:
+            raise ValueError("it has no rows") from None
 
 
 def _column(rows: Any, text_key: str, place: str) -> Iterator[str]:
