@@ -34,7 +34,7 @@ def test_lines_of_one_seed():
     """5 -> 2 in 100 steps; the variant with 5 -> 1 is at 2 after 75, the one that ends at 2.1 never."""
     ends = {("A", 0.1): 2.0, ("A", 0.2): 2.5, ("B", 0.1): 2.1, ("B", 0.2): 1.0}
     comparison = Comparison(tuple(run(name, end, lr) for (name, lr), end in ends.items()), "A")
-    shared, best = (lines(comparison)[start : start + 4] for start in (0, 4))
+    best, shared = (lines(comparison)[start : start + 4] for start in (0, 4))
     assert shared[0] == ["At", "the", "shared", "learning", "rate,", "0.1"]
     assert shared[2:] == [["A", "-", "-", "2.0000", "-"], ["B", "no", "verdict", "+0.1000", "2.1000", "not", "reached"]]
     assert best[1] == ["variant", "verdict", "difference", "loss", "learning", "rate", "speedup", "in", "steps"]

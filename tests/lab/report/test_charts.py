@@ -138,7 +138,7 @@ def test_a_page_has_curves_at_the_best_rates_if_they_differ(tmp_path, monkeypatc
     monkeypatch.setattr(module, "chart", lambda draw: draw)
     first, sweep = comparison_figures(loaded(tmp_path))
     assert [(row.variant, row.lr) for row in first.svg.keywords["rows"]] == [("AdamW", 0.01), ("SEL", 0.01)]
-    shared, best, sweep = comparison_figures(loaded(tmp_path, final=2.4))
+    best, shared, sweep = comparison_figures(loaded(tmp_path, final=2.4))
     assert [chart.svg.keywords["rows"][1].lr for chart in (shared, best)] == [0.01, 0.001]
     assert "own best learning rate" in best.caption
     content = loaded(tmp_path, seeds=(0, 1, 2), confirm_seeds=(1, 2))

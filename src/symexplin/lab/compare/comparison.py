@@ -256,7 +256,7 @@ class Comparison:
             best = "" if len(self.lrs) == 1 else ", the best for all"
             return [(f"At learning rate {self.shared_lr:g}{best}", self.best)]
         shared = f"At the shared learning rate, {self.shared_lr:g}"
-        return [(shared, self.shared), ("Each at its own best learning rate", self.best)]
+        return [("Each at its own best learning rate", self.best), (shared, self.shared)]
 
     def leader(self, variants: Collection[str]) -> Row | None:
         """Return the row with the lowest loss among `variants`, each at its own best learning rate."""
