@@ -28,7 +28,6 @@ EIGHT_LAYER_NORM = Key("width-1024-cores", "256x8-layer", "50a7ce3", 250)
 AUTHOR = Key("author-256", "256x8-author", "8cffc2e", 300)
 AUTHOR_OURS = Key("author-256", "256x8", "8cffc2e", 300)
 CONTROL = Key("control", "128x4", "b3eebc4", 600)
-SMALL_NO_BIAS = Key("attempts", "64x3-no-bias", "fafe4b8", 600, fresh=True)
 SPARSITY = Key("sparsity", "64x3", "8648390", 1000)
 
 
@@ -60,6 +59,11 @@ def both(variant: str, other: str = "AdamW") -> tuple[Place, Place]:
     return Place(AUTHOR, variant, other), Place(AUTHOR_OURS, variant, other)
 
 
+def sizes(variant: str) -> tuple[Place, Place, Place]:
+    """Return the cells of the laboratory's model with one, twelve and eight layers."""
+    return Place(ONE, variant), Place(TWELVE, variant), Place(AUTHOR_OURS, variant)
+
+
 def alone(setting: str, method: str, against: str = "AdamW") -> tuple[str, str, str, Elsewhere]:
     """Return a row of results/elsewhere.csv."""
     return setting, method, against, Elsewhere(setting, method, against)
@@ -79,30 +83,33 @@ LINEAR_LAYERS = ("fixed mismatch, linear layers at 4.2 times the rate", "AdamW, 
 
 TABLES: Mapping[str, Table] = {
     "yours": (
-        ("your model", "what to try, best first", "loss minus AdamW's: 12 layers", "1 layer"),
+        ("your model", "what to try, best first", "1 layer", "12 layers", "8 layers, width 256"),
+        ("QK-norm and biases", "QK-bias AdamW", *sizes("qk_all")),
+        ("", "one learned scale per matrix", *sizes("number")),
+        ("", OWN, *sizes("matched")),
         (
-            "fine-tuning, LoRA, width below 1024, **or** no QK-norm (Llama, GPT-2)",
-            "stay with AdamW",
-            "no gain shown",
-            "no gain shown",
-        ),
-        (
-            "QK-norm, no biases (as in Qwen3)",
+            "the same, LayerNorm",
             "one learned scale per matrix",
-            "not tested",
-            Place(ONE_NO_BIAS, "number"),
-        ),
-        ("", "the paper's method", "not tested", Place(ONE_NO_BIAS, "matched")),
-        ("QK-norm and biases", "QK-bias AdamW", Place(TWELVE, "qk_all"), Place(ONE, "qk_all")),
-        ("", "one learned scale per matrix", Place(TWELVE, "number"), Place(ONE, "number")),
-        ("", "the paper's method", Place(TWELVE, "matched"), Place(ONE, "matched")),
-        (
-            "QK-norm and biases, LayerNorm",
-            "one learned scale per matrix",
-            "not tested",
             Place(ONE_LAYER_NORM, "number"),
+            "not tested",
+            "not tested",
         ),
-        ("", "the paper's method", Place(TWELVE_LAYER_NORM, "matched"), Place(ONE_LAYER_NORM, "matched")),
+        ("", OWN, Place(ONE_LAYER_NORM, "matched"), Place(TWELVE_LAYER_NORM, "matched"), "not tested"),
+        (
+            "QK-norm, queries and keys without biases (Qwen3)",
+            "one learned scale per matrix",
+            Place(ONE_NO_BIAS, "number"),
+            "not tested",
+            Place(AUTHOR, "number"),
+        ),
+        ("", OWN, Place(ONE_NO_BIAS, "matched"), "not tested", Place(AUTHOR, "matched")),
+        (
+            "no QK-norm (Llama, GPT-2), fine-tuning, LoRA, **or** images",
+            "stay with AdamW: no gain in small models",
+            "not tested",
+            "not tested",
+            "not tested",
+        ),
     ),
     "one-layer": (
         ("minus AdamW, one layer", "RMSNorm, biases", "RMSNorm, no biases", "LayerNorm, biases"),
@@ -258,30 +265,17 @@ TABLES: Mapping[str, Table] = {
         alone("images: ConvNeXt", *LINEAR_LAYERS),
         alone("linear model, 10 of 1,000 inputs matter: squared error", L1[0], "AdamW with a log-sum penalty"),
     ),
-    "models": (
-        ("model", "change", "trained", "minus AdamW"),
-        ("QK-norm and biases", "[QK-bias AdamW](#before-any-curve)", "width 1024, one layer", Place(ONE, "qk_all")),
+    "no-gain": (
+        ("model", "tried", "minus AdamW"),
         (
-            "QK-norm without biases, such as Qwen3",
-            "[one learned scale per matrix](#one-learned-scale-per-matrix), untested with more layers",
-            "width 1024, one layer",
-            Place(ONE_NO_BIAS, "number"),
-        ),
-        (
-            "",
-            "or queries and keys that start at 0.1 of their size",
-            "width 64, 3 layers",
-            Place(SMALL_NO_BIAS, "qk-0_1"),
-        ),
-        (
-            "",
-            "not queries and keys at 0.05 of size and rate",
-            "width 1024, one layer",
+            "QK-norm without biases, width 1024, one layer",
+            "queries and keys at 0.05 of their size and rate",
             Place(ONE_NO_BIAS, "qk_both"),
         ),
-        ("biases without QK-norm, such as GPT-2", f"none; tried: {QK_START}", GPT, Elsewhere(GPT, QK_START)),
-        ("neither, such as Llama", f"none; tried: {QK_START}", LLAMA, Elsewhere(LLAMA, QK_START)),
-        ("", "not QK-bias AdamW", LLAMA, Elsewhere(LLAMA, "QK-bias AdamW")),
+        ("the author's model, width 256", "QK-bias AdamW", Place(AUTHOR, "qk_all")),
+        (GPT, QK_START, Elsewhere(GPT, QK_START)),
+        (LLAMA, QK_START, Elsewhere(LLAMA, QK_START)),
+        ("", "QK-bias AdamW", Elsewhere(LLAMA, "QK-bias AdamW")),
     ),
     "control": (
         ("method", "minus AdamW", "minus the default (seeds 0, 1, ...)"),

@@ -22,7 +22,7 @@ def panel_folder(
     """Write the comparison.json of runs and return the comparison.
 
     Args:
-        loss: (variant, lr, seed) -> final loss, None for a run that did not stay finite.
+        loss: (variant, lr, seed) -> final loss, None for a run that diverged.
         curve: (variant, lr, seed) -> [(step, loss)], instead of one that falls to the final loss.
         stats: (variant, lr, seed) -> figures of the last evaluation, written where a run has them.
         judged: with several rates all seeds judge: another one chooses, whose losses are the means over them.
@@ -74,8 +74,8 @@ def comparison(folder, seeds=(0,), final=1.5, broken=None, more=None, **facts):
     """Write a comparison.json as :func:`panel_folder` does, and return the folder.
 
     At seed 0 AdamW ends at 2.2 and 2.0, SEL at 2.3 and `final`; each further seed adds 0.1 to all. `broken` is the
-    (variant, lr, seed) of a run that did not stay finite. `more`: {a further variant: by how much it ends above SEL,
-    None if it did not stay finite}.
+    (variant, lr, seed) of a run that diverged. `more`: {a further variant: by how much it ends above SEL,
+    None if it diverged}.
     """
     above = {"AdamW": None, "SEL": 0.0, **(more or {})}
 

@@ -51,7 +51,7 @@ def test_the_page_of_a_finished_table(frozen):
     assert best[5:7] == ["2.9177", "-0.0345"]
     assert row_of(page, "AdamW")[5:7] == ["2.9522", "–"]
     _, broken, *_ = (row for row in page.rows if row[0] == "Fixed pathway scalesfixed_pathways")
-    assert broken[1:5] == ["not finite", "–", "–", "finite in 0 of 3"]  # at the shared rate
+    assert broken[1:5] == ["diverged", "–", "–", "diverged in 3 of 3"]  # at the shared rate
     assert page.html.count("<svg") == 3  # curves at both choices of rates, and the sweep
     for name, value in page.attributes:
         assert name != "href" or value.startswith("#") or (folder / value).exists(), value

@@ -278,7 +278,7 @@ def _numbers(claim: Claim, comparison: Comparison) -> dict[int, float]:
         alone = claim.against and lost == [claim.variant] and claim.test != "above"
         enough = len(seeds) >= ENOUGH_SEEDS or claim.test == "same"
         failed = DID_NOT if enough else DISAGREES if len(seeds) == 1 else UNTESTED
-        raise _NoNumbersError(failed if alone else UNTESTED, f"{' and '.join(lost)} did not stay finite in every seed")
+        raise _NoNumbersError(failed if alone else UNTESTED, f"{' and '.join(lost)} diverged in at least one seed")
     measure = MEASURES[claim.measure].of
     values = {seed: measure(comparison, runs[0][seed], runs[-1][seed]) for seed in seeds}
     known = {seed: value for seed, value in values.items() if value is not None}

@@ -46,7 +46,7 @@ def profile(panel: Panel) -> Iterator[str]:
         for name, parts in medians.items()
     ]
     origin = provenance(next(iter(steps.values())).config.compute.device)
-    yield f"{panel.name}: {origin['processor']}, {origin['threads']} threads, torch {origin['torch']}"
+    yield f"{panel.name}: {origin['processor']}, threads: {origin['threads']}, torch {origin['torch']}"
     yield format_columns([_HEADING, *rows, *_PAPER])
 
 

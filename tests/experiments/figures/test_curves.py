@@ -29,7 +29,7 @@ def test_ablations_have_a_bar_for_each_variant_and_none_for_one_that_broke_down(
     assert set(lines(left)) == {"AdamW, lr 0.01", "better, lr 0.001", "SEL, lr 0.001", "worse, lr 0.001"}
     assert [label.get_text() for label in right.get_yticklabels()] == ["better", "SEL", "worse", "broken"]
     assert [bar.get_width() for bar in right.patches] == pytest.approx([-0.2, 0.3, 0.6])  # AdamW ends at 2.0
-    assert texts(right) == ["−0.2000", "+0.3000", "+0.6000", "not finite"]
+    assert texts(right) == ["−0.2000", "+0.3000", "+0.6000", "diverged"]
     points = [line for line in right.lines if line.get_marker() == "o"]
     assert [len(line.get_xdata()) for line in points] == [3] * 3
     assert right.get_ylim()[0] > right.get_ylim()[1]  # the best at the top

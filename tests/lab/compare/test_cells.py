@@ -46,8 +46,8 @@ def test_seeds_have_a_spread_an_interval_and_a_verdict():
     ends = {"A": (2.0, 2.1, 2.2), "B": (1.5, 1.5, 1.8), "C": (2.0, None, 2.2)}
     comparison = Comparison(tuple(run(name, ends[name][seed], seed=seed) for name in ends for seed in SEEDS), "A")
     found = columns(comparison, "shared")
-    assert found["verdict"] == ["", "not resolved", "not finite"]
-    assert found["loss ± std. dev."] == ["2.1000 ± 0.1000", "1.6000 ± 0.1732", "finite in 2 of 3"]
+    assert found["verdict"] == ["", "not resolved", "diverged"]
+    assert found["loss ± std. dev."] == ["2.1000 ± 0.1000", "1.6000 ± 0.1732", "diverged in 1 of 3"]
     assert found["99% interval"] == ["", "-1.0730 to +0.0730", ""]
     note = dict(cells(comparison, comparison.best))["99% interval"][1].note
     assert note == "about 1 more seed would settle a difference of this size"

@@ -88,9 +88,9 @@ def test_a_variant_that_never_stays_finite_has_no_numbers_and_a_baseline_is_an_e
     runs = runs_of({("AdamW", 0.1): [2.0], ("SEL", 0.1): [None], ("AdamW", 1.0): [3.0], ("SEL", 1.0): [None]})
     comparison = compare(runs, "AdamW")
     assert [(row.variant, row.lr, row.loss) for row in comparison.best] == [("AdamW", 0.1, 2.0), ("SEL", None, None)]
-    assert verdict(comparison) == ["No learning rate tried kept SEL finite in every seed."]
+    assert verdict(comparison) == ["SEL diverged in at least one seed at every learning rate tried."]
     assert comparison.chosen_lrs()["SEL"] == (0.1,)  # where a second stage confirms it
-    with pytest.raises(ValueError, match=r"no learning rate kept SEL finite.* added to --lrs 0\.1 1$"):
+    with pytest.raises(ValueError, match=r"SEL diverged in at least one seed at every.* added to --lrs 0\.1 1$"):
         compare(runs, "SEL").chosen_lrs()
 
 

@@ -173,7 +173,7 @@ def test_a_damaged_result_and_a_baseline_that_is_finite_nowhere_are_named_and_ma
     good.unlink()
     plain.write_text(json.dumps({"loss": float("inf")}))
     error = run(status=2, resume=True)
-    assert "no learning rate kept plain finite" in error
+    assert "plain diverged in at least one seed" in error
     assert "added to --lrs 0.2\n" in error
     run("--lrs", "0.1", "0.2", resume=True)
     assert Comparison.load(tmp_path / "out").shared_lr == 0.1

@@ -117,7 +117,9 @@ def test_a_sweep_has_the_mean_of_the_seeds_that_chose_and_each_of_them_as_a_poin
     assert [len(line.get_xdata()) for line in points] == [4, 3]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0.001", "0.01"]
     content = loaded(tmp_path, lambda run: dataclasses.replace(run, error="step 1: loss is nan"))
-    assert list(drawn_by(draw_sweep, content, LABELS)[1]) == [f"{label}: no run finite" for label in LABELS.values()]
+    assert list(drawn_by(draw_sweep, content, LABELS)[1]) == [
+        f"{label}: all runs diverged" for label in LABELS.values()
+    ]
     assert drawn_by(draw_losses, content, [ROWS[0], Row("SEL", None, (), ())])[1] == {}
 
 

@@ -62,7 +62,7 @@ def test_small_losses_keep_four_digits(tmp_path):
 def test_what_has_no_number_has_words_or_a_dash(tmp_path):
     page = page_of(comparison(tmp_path, seeds=(0, 1), broken=("SEL", 0.01, 1), more={"broken": None}))
     assert ["SEL", "0.01", "1", "step 3: loss is nan", "–", "0", "0.0"] in page.rows
-    assert ["broken", "not finite", "–", "not finite", "–", "–", "–", "–"] in page.rows
+    assert ["broken", "diverged", "–", "diverged", "–", "–", "–", "–"] in page.rows
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -43,7 +43,7 @@ def _title(compared: Comparison) -> str:
 def _gap(row: Row) -> str:
     """Return the final difference to the baseline with half of its 99% interval."""
     if row.delta is None or row.interval is None:
-        return "not finite"
+        return "diverged"
     width = row.interval.half_width
     return f"{row.delta:+z.4f}".replace("-", "−") + ("" if math.isinf(width) else f" ± {width:.4f}")
 
@@ -56,7 +56,7 @@ def loss_curves(sources: Sequence[Path]) -> Figure:
         best = compared.leader(compared.variants[1:])
         rows = [compared.best[0], *([best] if best else [])]
         draw_losses(axes, _title(compared), compared, rows)
-        text = f"Δ = {_gap(best) if best else 'not finite'}" + ("\n1 seed" if len(compared.counted_seeds) == 1 else "")
+        text = f"Δ = {_gap(best) if best else 'diverged'}" + ("\n1 seed" if len(compared.counted_seeds) == 1 else "")
         axes.text(0.97, 0.95, text, transform=axes.transAxes, ha="right", va="top")
     return figure
 

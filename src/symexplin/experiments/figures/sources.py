@@ -72,7 +72,7 @@ def run_of(source: Path, curved: bool) -> Path:
     row = compared.leader((learned or list(maps)) if curved else compared.variants[:1])
     if row is None:
         kind = "curved variant" if curved else "baseline"
-        raise ValueError(f"sources must have a {kind} that stayed finite, got {str(source)!r}")
+        raise ValueError(f"sources must have a {kind} that did not diverge, got {str(source)!r}")
     return compared.folder_of(next(iter(compared.finite(row.variant, row.lr).values())))
 
 

@@ -32,7 +32,7 @@ _TEXT = ("variant", "learning rate", "loss", "difference", "99% interval", "verd
 def tag(row: Row) -> str:
     """Return the verdict on a row in a few words."""
     if row.interval is None:
-        return "not finite"
+        return "diverged"
     return "no verdict" if row.interval.verdict in (CHOSE, EQUAL) else row.interval.verdict
 
 
@@ -104,10 +104,10 @@ def _variant(comparison: Comparison, row: Row) -> Cell:
 
 
 def _loss(comparison: Comparison, row: Row) -> str:
-    """Return the mean loss of a row with its standard deviation, or at how many seeds it stayed finite."""
+    """Return the mean loss of a row with its standard deviation, or at how many seeds it diverged."""
     if row.loss is None:
         alone = row.lr is None or len(row.seeds) == 1
-        return "not finite" if alone else f"finite in {row.finite} of {len(row.seeds)}"
+        return "diverged" if alone else f"diverged in {len(row.seeds) - row.finite} of {len(row.seeds)}"
     return shown(comparison, row.loss) + ("" if row.spread is None else f" ± {shown(comparison, row.spread)}")
 
 

@@ -55,7 +55,7 @@ class Row:
     `at_time` is the mean difference after as many seconds as the faster run of each pair took, None unless all tell the
     time. A variant without a best learning rate has `lr` None.
     `interval` is of the deltas, with those of the other rows (:func:`symexplin.lab.compare.interval.intervals`); None
-    for the baseline, and where a run did not stay finite.
+    for the baseline, and where a run diverged.
     """
 
     variant: str
@@ -223,8 +223,8 @@ class Comparison:
         if lr is None:
             tried = " ".join(f"{lr:g}" for lr in self.lrs)
             raise ValueError(
-                f"no learning rate kept {self.label(self.baseline)} finite in every seed: give the same command with "
-                f"--resume and smaller rates added to --lrs {tried}"
+                f"{self.label(self.baseline)} diverged in at least one seed at every learning rate: give the same "
+                f"command with --resume and smaller rates added to --lrs {tried}"
             )
         return lr
 

@@ -80,7 +80,7 @@ def notes(comparison: Comparison) -> list[str]:
 
 def _at_own_lr(comparison: Comparison, row: Row) -> str:
     if row.lr is None:
-        return f"No learning rate tried kept {comparison.label(row.variant)} finite in every seed."
+        return f"{comparison.label(row.variant)} diverged in at least one seed at every learning rate tried."
     result = _result(comparison, row)
     if row.lr != comparison.shared_lr:
         return f"At its best learning rate, {row.lr:g}, {result}."
@@ -94,7 +94,7 @@ def _result(comparison: Comparison, row: Row) -> str:
     if row.loss is None or baseline.loss is None or row.delta is None:
         lost = row if row.loss is None else baseline
         seeds = f" in {count - lost.finite} of {count} seeds" if count > 1 else ""
-        return f"{comparison.label(lost.variant)} did not stay finite{seeds}"
+        return f"{comparison.label(lost.variant)} diverged{seeds}"
     side = "below" if row.delta < 0 else "above"
     gap, least = shown(comparison, abs(row.delta)), 10.0 ** -decimals(baseline.loss)
     place = "equal to" if not row.delta else f"{gap} {side}" if float(gap) else f"within {least:g} of"

@@ -237,7 +237,7 @@ def draw_sweep(
         if len(finite) > len(means):
             x, y = [run.lr for run in finite], [run.curve[-1][1] for run in finite]
             lines.append(Line("", x, y, style, kind="points"))
-        label = labels[variant] if finite else f"{labels[variant]}: no run finite"
+        label = labels[variant] if finite else f"{labels[variant]}: all runs diverged"
         lines.append(Line(label, list(means), list(means.values()), style))
     panel(axes, title, "peak learning rate (log scale)", _axis("final loss", comparison), lines)
     axes.set_xscale("log")

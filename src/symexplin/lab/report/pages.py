@@ -86,7 +86,7 @@ def write_page(folder: Path, title: str, sections: Sequence[Section]) -> Path:
 
 def _sections(comparison: Comparison) -> Iterator[Section]:
     leader = comparison.leader(comparison.variants[1:])
-    told = tag(leader) if leader else "not finite"
+    told = tag(leader) if leader else "diverged"
     yield Section(
         cards=[Card(told, sentences=verdict(comparison))],
         grids=[Grid(cells(comparison, rows), title) for title, rows in comparison.tables],
