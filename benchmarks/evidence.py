@@ -23,7 +23,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import blended_transform_factory
 from rows import Compared, Difference, Experiment, Key, Place, Rows, by_key, difference, experiments
-from tables import CONTROL, ONE, ONE_LAYER_NORM, ONE_NO_BIAS, PAGES, TWELVE, TWELVE_INIT, TWELVE_LAYER_NORM, written
+from tables import (
+    AUTHOR,
+    AUTHOR_OURS,
+    ONE,
+    ONE_LAYER_NORM,
+    ONE_NO_BIAS,
+    PAGES,
+    TWELVE,
+    TWELVE_INIT,
+    TWELVE_LAYER_NORM,
+    written,
+)
 
 from symexplin.lab.compare.comparison import Comparison
 from symexplin.lab.compare.grid import LABELS
@@ -68,34 +79,11 @@ METHODS = {
     "default": "default",
     "paper": "paper's method",
     "paper-init": "paper's method + init.",
-    "number": "one number per matrix",
+    "number": "one scale per matrix",
     "qk-bias": "QK-bias AdamW",
 }
 STYLES = styles(["AdamW", *METHODS])
 SHOWN: Mapping[str, Mapping[str, tuple[Key, str]]] = {
-    "width 64, 2 layers, 200 steps": {
-        "default": (Key("widths", "64x2", "ff759b9", 200), "default"),
-        "paper-init": (Key("widths", "64x2", "7a0cb4d", 200), "mismatch"),
-    },
-    "width 64, 3 layers, 600 steps": {
-        "number": (Key("attempts", "64x3", "f8f95e5", 600), "number"),
-    },
-    "width 128, 2 layers, 700 steps": {
-        "default": (Key("widths", "128x2", "ff759b9", 700), "default"),
-        "paper-init": (Key("widths", "128x2", "7a0cb4d", 700), "mismatch"),
-    },
-    "width 128, 4 layers, 600 steps": {
-        "default": (Key("exp_only", "128x4", "d3fc95d", 600), "exp_only-ff"),
-        "paper-init": (Key("exp_only", "128x4", "d3fc95d", 600), "full"),
-        "number": (Key("structured_linear", "128x4", "d3fc95d", 600), "linear-global"),
-    },
-    "the same, other runs": {"default": (CONTROL, "default")},
-    "the same, technical English": {"default": (Key("default", "128x4", "ff759b9", 600), "default")},
-    "the same, technical English, 1,800 steps": {"default": (Key("default", "128x4", "ff759b9", 1800), "default")},
-    "width 256, 2 layers, 2,600 steps": {
-        "default": (Key("widths", "256x2", "ff759b9", 2600), "default"),
-        "paper-init": (Key("widths", "256x2", "7a0cb4d", 2600), "mismatch"),
-    },
     "width 1024, 1 layer, 1,500 steps": {
         "default": (ONE, "exp"),
         "paper": (ONE, "matched"),
@@ -123,6 +111,39 @@ SHOWN: Mapping[str, Mapping[str, tuple[Key, str]]] = {
     "the same, LayerNorm": {
         "paper": (TWELVE_LAYER_NORM, "matched"),
         "paper-init": (TWELVE_LAYER_NORM, "paper"),
+    },
+    "width 256, 8 layers, 300 steps": {
+        "paper": (AUTHOR_OURS, "matched"),
+        "paper-init": (AUTHOR_OURS, "paper"),
+        "number": (AUTHOR_OURS, "number"),
+        "qk-bias": (AUTHOR_OURS, "qk_all"),
+    },
+    "the same, the author's model": {
+        "paper": (AUTHOR, "matched"),
+        "paper-init": (AUTHOR, "paper"),
+        "number": (AUTHOR, "number"),
+        "qk-bias": (AUTHOR, "qk_all"),
+    },
+    "width 64, 2 layers, 200 steps": {
+        "default": (Key("widths", "64x2", "ff759b9", 200), "default"),
+        "paper-init": (Key("widths", "64x2", "7a0cb4d", 200), "mismatch"),
+    },
+    "width 64, 3 layers, 600 steps": {
+        "number": (Key("attempts", "64x3", "f8f95e5", 600), "number"),
+    },
+    "width 128, 2 layers, 700 steps": {
+        "default": (Key("widths", "128x2", "ff759b9", 700), "default"),
+        "paper-init": (Key("widths", "128x2", "7a0cb4d", 700), "mismatch"),
+    },
+    "width 128, 4 layers, 600 steps": {
+        "default": (Key("exp_only", "128x4", "d3fc95d", 600), "exp_only-ff"),
+        "paper-init": (Key("exp_only", "128x4", "d3fc95d", 600), "full"),
+        "number": (Key("structured_linear", "128x4", "d3fc95d", 600), "linear-global"),
+    },
+    "the same, technical English, 1,800 steps": {"default": (Key("default", "128x4", "ff759b9", 1800), "default")},
+    "width 256, 2 layers, 2,600 steps": {
+        "default": (Key("widths", "256x2", "ff759b9", 2600), "default"),
+        "paper-init": (Key("widths", "256x2", "7a0cb4d", 2600), "mismatch"),
     },
 }
 
@@ -156,7 +177,7 @@ LOOKS: Mapping[str, Mapping[str, Any]] = {
 def forest(compared: Sequence[Compared]) -> Picture:
     """Draw how the methods of SHOWN differ from AdamW."""
     rows = by_key(compared)
-    figure = Figure(figsize=(5.6, 11.0))
+    figure = Figure(figsize=(5.6, 11.6))
     axes = figure.add_axes((0.35, 0.137, 0.545, 0.843))
     write = functools.partial(axes.text, transform=blended_transform_factory(figure.transFigure, axes.transData))
     y, numbers = 0.0, []
@@ -179,7 +200,7 @@ def forest(compared: Sequence[Compared]) -> Picture:
     axes.set(xlim=(LOW, HIGH), ylim=(y + HEADING, 0.0), yticks=[])
     axes.spines["left"].set_visible(False)
     axes.tick_params(labelsize=SIZE)
-    axes.set_xlabel("held-out loss minus AdamW's: nats per byte,\nat width 1024 per token", fontsize=SIZE)
+    axes.set_xlabel("held-out loss minus AdamW's: nats per token,\nfrom width 64 on per byte", fontsize=SIZE)
     axes.text(-0.012, -0.06, "← better than AdamW", ha="right", fontsize=SIZE)
     axes.text(0.012, -0.06, "worse →", fontsize=SIZE)
     write(0.99, -0.06, "mean", ha="right", fontsize=SIZE)

@@ -98,4 +98,4 @@ def test_beyond_the_paper_there_are_no_claims(tmp_path):
     widths = table_folder(tmp_path / "widths", "widths", lambda variant, *_: 2.0 + 0.1 * (variant == "number"))
     page = Page(report_table(widths))
     assert "The paper has no claim that this table tests." in page.text
-    assert row_of(page, "One number a matrixnumber")[1:3] == ["worse", "+0.1000"]
+    assert row_of(page, "One learned scale per matrixnumber")[1:3] == ["worse", "+0.1000"]
