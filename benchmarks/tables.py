@@ -84,11 +84,11 @@ LINEAR_LAYERS = ("fixed mismatch, linear layers at 4.2 times the rate", "AdamW, 
 TABLES: Mapping[str, Table] = {
     "yours": (
         ("your model", "what to try, in this order", "1 layer", "12 layers", "8 layers, width 256"),
-        ("QK-norm and biases", "QK-bias AdamW", *sizes("qk_all")),
+        ("QK-norm and biases, RMSNorm", "QK-bias AdamW", *sizes("qk_all")),
         ("", "one learned scale per matrix", *sizes("number")),
         ("", OWN, *sizes("matched")),
         (
-            "the same with LayerNorm instead of RMSNorm",
+            "QK-norm and biases, LayerNorm",
             "one learned scale per matrix",
             Place(ONE_LAYER_NORM, "number"),
             "not tested",
@@ -104,7 +104,7 @@ TABLES: Mapping[str, Table] = {
         ),
         ("", OWN, Place(ONE_NO_BIAS, "matched"), "not tested", Place(AUTHOR, "matched")),
         (
-            "no QK-norm (Llama, GPT-2), fine-tuning, LoRA, **or** images",
+            "no QK-norm (Llama, GPT-2), fine-tuning, LoRA, **or** image models",
             "stay with AdamW",
             "small models only: no gain",
             "not tested",
