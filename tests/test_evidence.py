@@ -109,7 +109,7 @@ def test_a_difference_of_two_methods_has_an_interval_of_its_own(losses):
     mean = sum(deltas) / 3
     half = 9.9248 * math.sqrt(sum((delta - mean) ** 2 for delta in deltas) / 2 / 3)  # Student's t
     text = f"**{mean:+.3f} ± {half:.3f}** better (3 seeds) |"
-    assert cell_of("docs/explanation/evidence.md", "| the same without biases |", 2) == text
+    assert cell_of("docs/explanation/evidence.md", "| the same, no biases |", 2) == text
 
 
 def test_every_variant_of_every_row_is_on_the_page_of_experiments():
