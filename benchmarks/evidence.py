@@ -200,7 +200,7 @@ def forest(compared: Sequence[Compared]) -> Picture:
     axes.set(xlim=(LOW, HIGH), ylim=(y + HEADING, 0.0), yticks=[])
     axes.spines["left"].set_visible(False)
     axes.tick_params(labelsize=SIZE)
-    axes.set_xlabel("held-out loss minus AdamW's: nats per token,\nfrom width 64 on per byte", fontsize=SIZE)
+    axes.set_xlabel("held-out loss minus AdamW's: nats per token\n(last six settings: per byte)", fontsize=SIZE)
     axes.text(-0.012, -0.06, "← better than AdamW", ha="right", fontsize=SIZE)
     axes.text(0.012, -0.06, "worse →", fontsize=SIZE)
     write(0.99, -0.06, "mean", ha="right", fontsize=SIZE)
