@@ -1,6 +1,7 @@
 """Differences in held-out loss, from the rows of results/mini.csv, by the rule of symexplin.lab.compare.interval."""
 
 import csv
+import statistics
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,7 @@ def experiments(path: Path = ROWS) -> list[Compared]:
         for row in csv.DictReader(lines):
             seed, steps, loss = int(row["seed"]), int(row["steps"]), row["final_loss"]
             key = Key(row["table"], row["panel"], row["commit"][:7], steps, fresh=seed >= FRESH)
-            curve = ((steps, float(loss)),) if loss else ()
+            curve = (*_before(row, steps), (steps, float(loss))) if loss else ()
             run = Run(row["variant"], float(row["lr"]), seed, curve, error=None if loss else "not finite")
             experiment = Experiment(key, TEXTS[row["data"][:8]])
             runs.setdefault(experiment, []).append(run)
@@ -73,6 +74,12 @@ def experiments(path: Path = ROWS) -> list[Compared]:
         return Comparison(own, BASELINE if BASELINE in {run.variant for run in own} else own[0].variant, tuple(confirm))
 
     return [(experiment, compared(experiment)) for experiment in runs]
+
+
+def _before(row: Mapping[str, str], end: int) -> list[tuple[int, float]]:
+    """Return (step, loss) of the evaluations before the last one, none of a row that was written without them."""
+    points = (point.split(":") for point in (row.get("curve") or "").split())
+    return [(int(step), float(loss)) for step, loss in points if int(step) < end]
 
 
 def by_key(compared: Iterable[Compared]) -> Rows:
@@ -147,12 +154,24 @@ def difference(rows: Rows, place: Place) -> Difference | None:
     return Difference(by_seed, chose, Interval(fresh or list(by_seed.values()), chose=not fresh))
 
 
-def _losses(rows: Rows, key: Key, variant: str) -> tuple[dict[int, float], set[int]]:
-    """Return the loss by seed of a variant, or of "VARIANT@RATE", and the seeds that chose its rate."""
+def mean_after(rows: Rows, place: Place, steps: int) -> float:
+    """Return the mean difference after some of the steps, over the seeds that did not choose the learning rates."""
+    (above, chose), (below, others_chose) = (
+        _losses(rows, place.key, variant, steps) for variant in (place.variant, place.other)
+    )
+    return statistics.fmean(above[seed] - below[seed] for seed in (above.keys() & below.keys()) - chose - others_chose)
+
+
+def _losses(rows: Rows, key: Key, variant: str, steps: int | None = None) -> tuple[dict[int, float], set[int]]:
+    """Return the loss by seed of a variant, or of "VARIANT@RATE", and the seeds that chose its rate.
+
+    It is the one at the end, or after some of the steps.
+    """
     if key not in rows:
         return {}, set()
     comparison = rows[key]
     name, _, rate = variant.partition("@")
     runs = comparison.at(name, float(rate) if rate else comparison.best_lr(name))
-    losses = {seed: run.loss for seed, run in runs.items() if run.loss is not None}
+    end = key.steps if steps is None else steps
+    losses = {seed: dict(run.curve)[end] for seed, run in runs.items() if run.loss is not None}
     return losses, set() if rate else {*comparison.choosing_seeds}

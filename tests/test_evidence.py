@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rows import Key, Place, by_key, difference, experiments
+from rows import Key, Place, by_key, difference, experiments, mean_after
 from tables import PAGES, TABLES, Elsewhere, elsewhere, written
 
 from scripts import load
@@ -206,3 +206,25 @@ def test_seeds_that_chose_a_rate_count_only_if_all_did_and_a_given_rate_was_not_
     assert (given.chose, len(given.interval.values)) == (set(), 4)
     assert difference(rows, Place(key, "not run")) is difference(rows, Place(Key("no", "p", "", 6), "a")) is None
     assert "no result" in written(rows, "<!-- table: author -->\n\n")
+
+
+def test_a_course_is_the_mean_over_fresh_seeds_at_the_rates_that_are_best_at_the_end(tmp_path):
+    path = tmp_path / "rows.csv"
+    lines = ["table,panel,variant,lr,seed,stage,data,steps,commit,final_loss,curve"]
+    curves = {  # (variant, rate, seed): losses after 0, 3 and 6 steps
+        ("AdamW", 0.2, 0): (9, 5, 2),
+        ("a", 0.1, 0): (9, 1, 4),
+        ("a", 0.2, 0): (9, 8, 3),
+        ("AdamW", 0.2, 1): (9, 5, 2),
+        ("a", 0.2, 1): (9, 4.5, 2.5),
+        ("AdamW", 0.2, 2): (9, 5, 2),
+        ("a", 0.2, 2): (9, 4, 2.25),
+    }
+    for (name, rate, seed), (first, middle, last) in curves.items():
+        stage = "confirm" if seed else "sweep"
+        # Its rounded last point gives way to the final loss.
+        curve = f"0:{first} 3:{middle} 6:{last + 1}"
+        lines.append(f"t,p,{name},{rate},{seed},{stage},c9b75369,6,abcdef0,{last},{curve}")
+    path.write_text("\n".join(lines) + "\n")
+    rows, place = by_key(experiments(path)), Place(Key("t", "p", "abcdef0", 6), "a")
+    assert [mean_after(rows, place, steps) for steps in (0, 3, 6)] == [0.0, -0.75, 0.375]

@@ -51,6 +51,8 @@ def test_a_row_has_what_the_run_has(out, tmp_path):
         facts = json.loads((comparison.folder_of(run) / "run.json").read_text())
         assert (row["data"], row["machine"]) == (facts["data"], facts["provenance"]["processor"])
         assert (row["steps"], row["tokens"]) == ("2", str(2 * 2 * 8))
+        curve = [tuple(map(float, point.split(":"))) for point in row["curve"].split()]
+        assert curve == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in run.curve]
     assert len({row["config_hash"] for row in found}) == len(found)
 
 

@@ -19,7 +19,7 @@ __all__ = ["COLUMNS", "append_results", "check_results"]
 
 COLUMNS = (
     *("table", "scale", "panel", "variant", "lr", "seed", "stage", "steps", "tokens", "final_loss", "seconds"),
-    *("tokens_per_second", "error", "config_hash", "data", "commit", "machine", "threads", "torch", "date"),
+    *("tokens_per_second", "error", "config_hash", "data", "commit", "machine", "threads", "torch", "date", "curve"),
 )
 # Rows that agree in these columns are of the same run.
 _KEY = ("table", "scale", "panel", "variant", "lr", "seed", "config_hash", "data", "commit", "machine")
@@ -77,4 +77,5 @@ def _row(folder: Path) -> dict[str, Any]:
         "threads": config["compute"]["threads"],
         "torch": place["torch"],
         "date": ended.isoformat(timespec="seconds"),
+        "curve": " ".join(f"{step}:{loss:.6g}" for step, loss, *_ in result.get("curve", ())),
     }
