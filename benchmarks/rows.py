@@ -165,7 +165,7 @@ def mean_after(rows: Rows, place: Place, steps: int) -> float:
 def _losses(rows: Rows, key: Key, variant: str, steps: int | None = None) -> tuple[dict[int, float], set[int]]:
     """Return the loss by seed of a variant, or of "VARIANT@RATE", and the seeds that chose its rate.
 
-    It is the one at the end, or after some of the steps.
+    It is the one at the end, or after some of the steps, where the row has it.
     """
     if key not in rows:
         return {}, set()
@@ -173,5 +173,6 @@ def _losses(rows: Rows, key: Key, variant: str, steps: int | None = None) -> tup
     name, _, rate = variant.partition("@")
     runs = comparison.at(name, float(rate) if rate else comparison.best_lr(name))
     end = key.steps if steps is None else steps
-    losses = {seed: dict(run.curve)[end] for seed, run in runs.items() if run.loss is not None}
+    curves = {seed: dict(run.curve) for seed, run in runs.items() if run.loss is not None}
+    losses = {seed: curve[end] for seed, curve in curves.items() if end in curve}
     return losses, set() if rate else {*comparison.choosing_seeds}

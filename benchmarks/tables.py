@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rows import Key, Place, Rows, difference
+from rows import Key, Place, Rows, difference, mean_after
 
 ROOT = Path(__file__).parents[1]
 ELSEWHERE = ROOT / "results/elsewhere.csv"  # figures whose runs have no rows
@@ -38,6 +38,13 @@ class Seeds(NamedTuple):
     place: Place
 
 
+class After(NamedTuple):
+    """A place after a share of the steps."""
+
+    place: Place
+    share: float
+
+
 class Elsewhere(NamedTuple):
     """A figure of results/elsewhere.csv."""
 
@@ -46,7 +53,7 @@ class Elsewhere(NamedTuple):
     against: str = "AdamW"
 
 
-Cell = str | Place | Seeds | Elsewhere
+Cell = str | Place | Seeds | After | Elsewhere
 Table = Sequence[Sequence[Cell]]  # the first row is the heading
 
 
@@ -63,6 +70,11 @@ def both(variant: str, other: str = "AdamW") -> tuple[Place, Place]:
 def sizes(variant: str) -> tuple[Place, Place, Place]:
     """Return the cells of the laboratory's model with one, twelve and eight layers."""
     return Place(ONE, variant), Place(TWELVE, variant), Place(AUTHOR_OURS, variant)
+
+
+def course(setting: str, method: str, key: Key, variant: str) -> tuple[Cell, ...]:
+    """Return a row of differences from AdamW after each sixth of the steps."""
+    return setting, method, *(After(Place(key, variant), sixths / 6) for sixths in range(1, 7))
 
 
 def alone(setting: str, method: str, against: str = "AdamW") -> tuple[str, str, str, Elsewhere]:
@@ -106,12 +118,12 @@ TABLES: Mapping[str, Table] = {
         ("", OWN, Place(ONE_NO_BIAS, "matched"), "not tested", "not tested"),
         (
             "a model that the paper's author published: no biases on queries, keys, values",
-            "one learned scale per matrix",
+            "stay with AdamW (tested: one learned scale per matrix)",
             Place(AUTHOR_WIDE, "number"),
             "not tested",
             Place(AUTHOR, "number"),
         ),
-        ("", OWN, Place(AUTHOR_WIDE, "matched"), "not tested", Place(AUTHOR, "matched")),
+        ("", f"(tested: {OWN})", Place(AUTHOR_WIDE, "matched"), "not tested", Place(AUTHOR, "matched")),
         (
             "no QK-norm (Llama, GPT-2), fine-tuning, LoRA, **or** image models",
             "stay with AdamW",
@@ -218,6 +230,11 @@ TABLES: Mapping[str, Table] = {
         ("one learned scale per matrix, no curve", "AdamW", *both("number"), Place(AUTHOR_WIDE, "number")),
         ("QK-bias AdamW", "AdamW", *both("qk_all"), ""),
     ),
+    "course": (
+        ("the author's model", "minus AdamW after", "1/6 of the steps", "1/3", "1/2", "2/3", "5/6", "all"),
+        course("width 1024, one layer", OWN, AUTHOR_WIDE, "matched"),
+        course("", "one learned scale per matrix", AUTHOR_WIDE, "number"),
+    ),
     "claims": (
         ("claim", "the paper, per token", "here, per byte: mean (seeds 0, 1, 2)"),
         (
@@ -281,7 +298,10 @@ TABLES: Mapping[str, Table] = {
             "queries and keys at 0.05 of their size and rate",
             Place(ONE_NO_BIAS, "qk_both"),
         ),
-        ("the author's model, width 256", "QK-bias AdamW", Place(AUTHOR, "qk_all")),
+        ("the author's model, width 1024, one layer", "one learned scale per matrix", Place(AUTHOR_WIDE, "number")),
+        ("", OWN, Place(AUTHOR_WIDE, "matched")),
+        ("the author's model, width 256, eight layers", OWN, Place(AUTHOR, "matched")),
+        ("", "QK-bias AdamW", Place(AUTHOR, "qk_all")),
         (GPT, QK_START, Elsewhere(GPT, QK_START)),
         (LLAMA, QK_START, Elsewhere(LLAMA, QK_START)),
         ("", "QK-bias AdamW", Elsewhere(LLAMA, "QK-bias AdamW")),
@@ -310,6 +330,8 @@ def shown(rows: Rows, cell: Cell) -> str:
         row = elsewhere()[cell]
         ends = f"{row['low']} to {row['high']}; " if row["low"] else ""
         return f"{row['difference']} ({ends}{row['seeds']})"
+    if isinstance(cell, After):
+        return f"{mean_after(rows, cell.place, round(cell.share * cell.place.key.steps)):+z.3f}"
     found = difference(rows, cell.place if isinstance(cell, Seeds) else cell)
     if found is None:
         return "no result"
