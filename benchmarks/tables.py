@@ -77,6 +77,11 @@ def course(setting: str, method: str, key: Key, variant: str) -> tuple[Cell, ...
     return setting, method, *(After(Place(key, variant), sixths / 6) for sixths in range(1, 7))
 
 
+def ends(setting: str) -> tuple[Elsewhere, Elsewhere]:
+    """Return the cells of the paper's two scales at the end of training."""
+    return Elsewhere(f"{setting}: mean e", OWN, "1"), Elsewhere(f"{setting}: mean l", OWN, "1")
+
+
 def alone(setting: str, method: str, against: str = "AdamW") -> tuple[str, str, str, Elsewhere]:
     """Return a row of results/elsewhere.csv."""
     return setting, method, against, Elsewhere(setting, method, against)
@@ -86,6 +91,7 @@ NUMBER = "[one learned scale per matrix](../how-to/start-with.md#one-learned-sca
 QK_BIAS = "[QK-bias AdamW](../reference/glossary.md#methods)"
 OWN = "the paper's method"
 INIT = "the paper's method with its initialization"
+WIDE = "the author's model, width 1024, one layer, 600 steps"
 LLAMA = "a Llama of width 64, 300 steps"
 GPT = "a GPT-2 of width 64, 300 steps"
 QK_START = "queries and keys start at 0.1 of their size"
@@ -234,6 +240,11 @@ TABLES: Mapping[str, Table] = {
         ("the author's model", "minus AdamW after", "1/6 of the steps", "1/3", "1/2", "2/3", "5/6", "all"),
         course("width 1024, one layer", OWN, AUTHOR_WIDE, "matched"),
         course("", "one learned scale per matrix", AUTHOR_WIDE, "number"),
+    ),
+    "scales": (
+        ("the paper's method, mean of all learned scales at the end (1 at the start)", "e", "l"),
+        ("the paper, width 1024, 12 layers, 100,000 steps at 3e-4, one seed (section 5.4.2)", "1.38", "0.54"),
+        ("here, width 1024, one layer, 600 steps at 2e-3", *ends(WIDE)),
     ),
     "claims": (
         ("claim", "the paper, per token", "here, per byte: mean (seeds 0, 1, 2)"),
