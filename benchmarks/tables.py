@@ -73,8 +73,8 @@ def sizes(variant: str) -> tuple[Place, Place, Place]:
 
 
 def course(setting: str, method: str, key: Key, variant: str) -> tuple[Cell, ...]:
-    """Return a row of differences from AdamW after each sixth of the steps."""
-    return setting, method, *(After(Place(key, variant), sixths / 6) for sixths in range(1, 7))
+    """Return a row of differences from AdamW after each sixth of the steps, from the second on."""
+    return f"{setting}: {method}", *(After(Place(key, variant), sixths / 6) for sixths in range(2, 7))
 
 
 def ends(setting: str) -> tuple[Elsewhere, Elsewhere]:
@@ -199,7 +199,7 @@ TABLES: Mapping[str, Table] = {
             Place(TWELVE_STD_32, "AdamW", "AdamW@1e-3", TWELVE),
         ),
         (
-            "AdamW at 7e-4, repeated at another commit",
+            "AdamW at 7e-4, the same run at another commit minus the first",
             "",
             Place(TWELVE_FIRST, "AdamW@7e-4", "AdamW@7e-4", TWELVE),
             "",
@@ -237,9 +237,9 @@ TABLES: Mapping[str, Table] = {
         ("QK-bias AdamW", "AdamW", *both("qk_all"), ""),
     ),
     "course": (
-        ("the author's model", "minus AdamW after", "1/6 of the steps", "1/3", "1/2", "2/3", "5/6", "all"),
+        ("minus AdamW, the author's model", "after 1/3", "1/2", "2/3", "5/6", "at the end"),
         course("width 1024, one layer", OWN, AUTHOR_WIDE, "matched"),
-        course("", "one learned scale per matrix", AUTHOR_WIDE, "number"),
+        course("the same", "one learned scale per matrix", AUTHOR_WIDE, "number"),
     ),
     "scales": (
         ("the paper's method, mean of all learned scales at the end (1 at the start)", "e", "l"),
