@@ -25,7 +25,9 @@ from matplotlib.transforms import blended_transform_factory
 from rows import Compared, Difference, Experiment, Key, Place, Rows, by_key, difference, experiments
 from tables import (
     AUTHOR,
+    AUTHOR_512,
     AUTHOR_OURS,
+    AUTHOR_WIDE,
     ONE,
     ONE_LAYER_NORM,
     ONE_NO_BIAS,
@@ -101,6 +103,10 @@ SHOWN: Mapping[str, Mapping[str, tuple[Key, str]]] = {
         "paper-init": (ONE_LAYER_NORM, "paper"),
         "number": (ONE_LAYER_NORM, "number"),
     },
+    "width 1024, 1 layer, the author's model": {
+        "paper": (AUTHOR_WIDE, "matched"),
+        "number": (AUTHOR_WIDE, "number"),
+    },
     "width 1024, 12 layers, 1,000 steps": {
         "default": (TWELVE, "default"),
         "paper": (TWELVE, "matched"),
@@ -123,6 +129,10 @@ SHOWN: Mapping[str, Mapping[str, tuple[Key, str]]] = {
         "paper-init": (AUTHOR, "paper"),
         "number": (AUTHOR, "number"),
         "qk-bias": (AUTHOR, "qk_all"),
+    },
+    "width 512, 8 layers, the author's model": {
+        "paper": (AUTHOR_512, "matched"),
+        "number": (AUTHOR_512, "number"),
     },
     "width 64, 2 layers, 200 steps": {
         "default": (Key("widths", "64x2", "ff759b9", 200), "default"),
@@ -177,8 +187,8 @@ LOOKS: Mapping[str, Mapping[str, Any]] = {
 def forest(compared: Sequence[Compared]) -> Picture:
     """Draw how the methods of SHOWN differ from AdamW."""
     rows = by_key(compared)
-    figure = Figure(figsize=(5.6, 11.6))
-    axes = figure.add_axes((0.35, 0.137, 0.545, 0.843))
+    figure = Figure(figsize=(5.6, 13.0))
+    axes = figure.add_axes((0.35, 0.122, 0.545, 0.859))
     write = functools.partial(axes.text, transform=blended_transform_factory(figure.transFigure, axes.transData))
     y, numbers = 0.0, []
     for setting, places in SHOWN.items():

@@ -27,6 +27,7 @@ EIGHT = Key("width-1024-cores", "256x8", "50a7ce3", 250)
 EIGHT_LAYER_NORM = Key("width-1024-cores", "256x8-layer", "50a7ce3", 250)
 AUTHOR = Key("author-256", "256x8-author", "8cffc2e", 300)
 AUTHOR_OURS = Key("author-256", "256x8", "8cffc2e", 300)
+AUTHOR_512 = Key("author-512", "512x8-author", "472eee1", 300)
 AUTHOR_WIDE = Key("width-1024-author", "1024x1-author", "850ec03", 600)
 CONTROL = Key("control", "128x4", "b3eebc4", 600)
 SPARSITY = Key("sparsity", "64x3", "8648390", 1000)
@@ -226,20 +227,28 @@ TABLES: Mapping[str, Table] = {
         ),
     ),
     "author": (
-        ("final loss", "minus", "the author's model", "our model", "the author's model, width 1024, one layer"),
-        (OWN, "AdamW", *both("matched"), Place(AUTHOR_WIDE, "matched")),
-        (INIT, "AdamW", *both("paper"), ""),
-        (INIT, OWN, *both("paper", "matched"), ""),
-        ("the same, but not of the output and down projections", OWN, *both("inside", "matched"), ""),
-        ("AdamW, biases at 0", "AdamW", *both("AdamW-zero-bias"), ""),
-        (f"{OWN}, biases at 0", "AdamW, biases at 0", *both("matched-zero-bias", "AdamW-zero-bias"), ""),
-        ("one learned scale per matrix, no curve", "AdamW", *both("number"), Place(AUTHOR_WIDE, "number")),
-        ("QK-bias AdamW", "AdamW", *both("qk_all"), ""),
+        ("final loss, width 256, 8 layers", "minus", "the author's model", "our model"),
+        (OWN, "AdamW", *both("matched")),
+        (INIT, "AdamW", *both("paper")),
+        (INIT, OWN, *both("paper", "matched")),
+        ("the same, but not of the output and down projections", OWN, *both("inside", "matched")),
+        ("AdamW, biases at 0", "AdamW", *both("AdamW-zero-bias")),
+        (f"{OWN}, biases at 0", "AdamW, biases at 0", *both("matched-zero-bias", "AdamW-zero-bias")),
+        ("one learned scale per matrix, no curve", "AdamW", *both("number")),
+        ("QK-bias AdamW", "AdamW", *both("qk_all")),
+    ),
+    "author-sizes": (
+        ("minus AdamW, the author's model", OWN, "one learned scale per matrix, no curve"),
+        ("width 256, 8 layers", Place(AUTHOR, "matched"), Place(AUTHOR, "number")),
+        ("width 512, 8 layers", Place(AUTHOR_512, "matched"), Place(AUTHOR_512, "number")),
+        ("width 1024, one layer", Place(AUTHOR_WIDE, "matched"), Place(AUTHOR_WIDE, "number")),
     ),
     "course": (
         ("minus AdamW, the author's model", "after 1/3", "1/2", "2/3", "5/6", "at the end"),
         course("width 1024, one layer", OWN, AUTHOR_WIDE, "matched"),
         course("the same", "one learned scale per matrix", AUTHOR_WIDE, "number"),
+        course("width 512, eight layers", OWN, AUTHOR_512, "matched"),
+        course("the same", "one learned scale per matrix", AUTHOR_512, "number"),
     ),
     "scales": (
         ("the paper's method, mean of all learned scales at the end (1 at the start)", "e", "l"),
