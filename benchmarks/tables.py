@@ -135,7 +135,8 @@ TABLES: Mapping[str, Table] = {
         (
             "no QK-norm (Llama, GPT-2), fine-tuning, LoRA, **or** image models",
             "stay with AdamW",
-            "no gain in [small models](docs/how-to/start-with.md) and [other tasks](docs/explanation/evidence.md#fine-tuning-pruning-images)",
+            "no gain in [small models](docs/how-to/start-with.md) and "
+            "[other tasks](docs/explanation/evidence.md#fine-tuning-pruning-images)",
             "not tested",
             "not tested",
         ),
