@@ -240,10 +240,20 @@ TABLES: Mapping[str, Table] = {
         ("QK-bias AdamW", "AdamW", *both("qk_all")),
     ),
     "author-sizes": (
-        ("minus AdamW, the author's model", OWN, "one learned scale per matrix, no curve"),
-        ("width 256, 8 layers", Place(AUTHOR, "matched"), Place(AUTHOR, "number")),
-        ("width 512, 8 layers", Place(AUTHOR_512, "matched"), Place(AUTHOR_512, "number")),
-        ("width 1024, one layer", Place(AUTHOR_WIDE, "matched"), Place(AUTHOR_WIDE, "number")),
+        (
+            "minus AdamW, the author's model",
+            OWN,
+            "one learned scale per matrix, no curve",
+            f"{INIT}, but not of the output and down projections, minus {OWN}",
+        ),
+        ("width 256, 8 layers", Place(AUTHOR, "matched"), Place(AUTHOR, "number"), Place(AUTHOR, "inside", "matched")),
+        (
+            "width 512, 8 layers",
+            Place(AUTHOR_512, "matched"),
+            Place(AUTHOR_512, "number"),
+            Place(AUTHOR_512, "inside", "matched"),
+        ),
+        ("width 1024, one layer", Place(AUTHOR_WIDE, "matched"), Place(AUTHOR_WIDE, "number"), "not tested"),
     ),
     "course": (
         ("minus AdamW, the author's model", "after 1/3", "1/2", "2/3", "5/6", "at the end"),
