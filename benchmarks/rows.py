@@ -78,7 +78,7 @@ def experiments(path: Path = ROWS) -> list[Compared]:
 
 def _before(row: Mapping[str, str], end: int) -> list[tuple[int, float]]:
     """Return (step, loss) of the evaluations before the last one, none of a row that was written without them."""
-    points = (point.split(":") for point in (row.get("curve") or "").split())
+    points = (point.split(":") for point in row.get("curve", "").split())
     return [(int(step), float(loss)) for step, loss in points if int(step) < end]
 
 

@@ -40,10 +40,10 @@ class Seeds(NamedTuple):
 
 
 class After(NamedTuple):
-    """A place after a share of the steps."""
+    """A place after some of the steps."""
 
     place: Place
-    share: float
+    steps: int
 
 
 class Elsewhere(NamedTuple):
@@ -75,12 +75,12 @@ def sizes(variant: str) -> tuple[Place, Place, Place]:
 
 def course(setting: str, method: str, key: Key, variant: str) -> tuple[Cell, ...]:
     """Return a row of differences from AdamW after each sixth of the steps, from the second on."""
-    return f"{setting}: {method}", *(After(Place(key, variant), sixths / 6) for sixths in range(2, 7))
+    return f"{setting}: {method}", *(After(Place(key, variant), key.steps * sixths // 6) for sixths in range(2, 7))
 
 
-def ends(setting: str) -> tuple[Elsewhere, Elsewhere]:
-    """Return the cells of the paper's two scales at the end of training."""
-    return Elsewhere(f"{setting}: mean e", OWN, "1"), Elsewhere(f"{setting}: mean l", OWN, "1")
+def final_scales(setting: str) -> tuple[Elsewhere, ...]:
+    """Return the cells of the means of e and l in the author's model at the end of training; both start at 1."""
+    return tuple(Elsewhere(f"the author's model, {setting}: mean {scale}", OWN, "1") for scale in ("e", "l"))
 
 
 def alone(setting: str, method: str, against: str = "AdamW") -> tuple[str, str, str, Elsewhere]:
@@ -92,8 +92,6 @@ NUMBER = "[one learned scale per matrix](../how-to/start-with.md#one-learned-sca
 QK_BIAS = "[QK-bias AdamW](../reference/glossary.md#methods)"
 OWN = "the paper's method"
 INIT = "the paper's method with its initialization"
-NARROWER = "the author's model, width 512, 8 layers, 300 steps"
-WIDE = "the author's model, width 1024, one layer, 600 steps"
 LLAMA = "a Llama of width 64, 300 steps"
 GPT = "a GPT-2 of width 64, 300 steps"
 QK_START = "queries and keys start at 0.1 of their size"
@@ -104,7 +102,7 @@ LINEAR_LAYERS = ("fixed mismatch, linear layers at 4.2 times the rate", "AdamW, 
 
 TABLES: Mapping[str, Table] = {
     "yours": (
-        ("your model", "what to try, in this order", "1 layer", "12 layers", "8 layers, narrower"),
+        ("your model", "what to try, in this order", "1 layer", "12 layers", "8 layers, width 256"),
         ("QK-norm and biases, RMSNorm", "QK-bias AdamW", *sizes("qk_all")),
         ("", "one learned scale per matrix", *sizes("number")),
         ("", OWN, *sizes("matched")),
@@ -129,9 +127,9 @@ TABLES: Mapping[str, Table] = {
             "one learned scale per matrix",
             Place(AUTHOR_WIDE, "number"),
             "not tested",
-            Place(AUTHOR_512, "number"),
+            Place(AUTHOR, "number"),
         ),
-        ("", OWN, Place(AUTHOR_WIDE, "matched"), "not tested", Place(AUTHOR_512, "matched")),
+        ("", OWN, Place(AUTHOR_WIDE, "matched"), "not tested", Place(AUTHOR, "matched")),
         (
             "no QK-norm (Llama, GPT-2), fine-tuning, LoRA, **or** image models",
             "stay with AdamW",
@@ -241,12 +239,11 @@ TABLES: Mapping[str, Table] = {
     ),
     "author-sizes": (
         (
-            "minus AdamW, the author's model",
+            "minus AdamW, the author's model at other sizes",
             OWN,
             "one learned scale per matrix, no curve",
             f"{INIT}, but not of the output and down projections, minus {OWN}",
         ),
-        ("width 256, 8 layers", Place(AUTHOR, "matched"), Place(AUTHOR, "number"), Place(AUTHOR, "inside", "matched")),
         (
             "width 512, 8 layers",
             Place(AUTHOR_512, "matched"),
@@ -265,8 +262,8 @@ TABLES: Mapping[str, Table] = {
     "scales": (
         ("the paper's method, mean of all learned scales at the end (1 at the start)", "e", "l"),
         ("the paper, width 1024, 12 layers, 100,000 steps at 3e-4, one seed (section 5.4.2)", "1.38", "0.54"),
-        ("here, width 1024, one layer, 600 steps at 2e-3", *ends(WIDE)),
-        ("here, width 512, 8 layers, 300 steps at 1e-3", *ends(NARROWER)),
+        ("here, width 1024, one layer, 600 steps at 2e-3", *final_scales("width 1024, one layer, 600 steps")),
+        ("here, width 512, 8 layers, 300 steps at 1e-3", *final_scales("width 512, 8 layers, 300 steps")),
     ),
     "claims": (
         ("claim", "the paper, per token", "here, per byte: mean (seeds 0, 1, 2)"),
@@ -364,7 +361,7 @@ def shown(rows: Rows, cell: Cell) -> str:
         ends = f"{row['low']} to {row['high']}; " if row["low"] else ""
         return f"{row['difference']} ({ends}{row['seeds']})"
     if isinstance(cell, After):
-        return f"{mean_after(rows, cell.place, round(cell.share * cell.place.key.steps)):+z.3f}"
+        return f"{mean_after(rows, *cell):+z.3f}"
     found = difference(rows, cell.place if isinstance(cell, Seeds) else cell)
     if found is None:
         return "no result"

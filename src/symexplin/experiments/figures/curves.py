@@ -34,7 +34,6 @@ _LATE = 0.4  # the paper's cut of figure 8
 _MAGNIFIED = 1e3
 _BAR = 0.6  # thickness; variants are 1 apart
 _WRAP = 24  # letters of a line of their labels
-_LONG = 50  # letters of a line as wide as a panel
 
 
 def _title(compared: Comparison) -> str:
@@ -132,7 +131,7 @@ def lr_annealing(sources: Sequence[Path]) -> Figure:
     figure, (left, right) = sheet(2, 2, (5.4, 4.4))
     draw_losses(left, f"Loss after {100 * _LATE:.0f}% of the steps", compared, compared.best, early=_LATE)
     variant, lr = annealed.variant, annealed.lr or 0.0
-    about = textwrap.fill(f"{compared.label(variant)}, lr {lr:g}", _LONG)
+    about = f"{compared.label(variant)}, lr {lr:g}"
     panel(right, "Mean scales", STEPS, "scale", _trajectories(compared, variant, lr), about=about)
     return figure
 

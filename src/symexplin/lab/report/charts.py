@@ -133,7 +133,8 @@ def panel(
         wrapped = [_literal(textwrap.fill(label, _LINE)) for label in labels]
         below = axes.transAxes + ScaledTranslation(0.0, -_BELOW, axes.figure.dpi_scale_trans)
         place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.0, 0.0), "bbox_transform": below}
-        axes.legend(handles, wrapped, ncols=columns, title=about, alignment="left", **place)
+        heading = about and _literal(textwrap.fill(about, _LINE))
+        axes.legend(handles, wrapped, ncols=columns, title=heading, alignment="left", **place)
 
 
 def _literal(text: str) -> str:
